@@ -1,0 +1,1 @@
+"""Who is alive: rules and bookkeeping without clock, loop or socket."""
