@@ -1,0 +1,1 @@
+"""What goes over the wire: bytes in, messages out, and back; docs/protocol.md shows it in hex."""
