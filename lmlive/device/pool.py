@@ -1,0 +1,219 @@
+"""The memory of the server's arena: one sealed memfd, allocated page by page before the server promises anything.
+
+It has no name in any directory and ends with the process. It knows nothing of extents or chunks. A pool larger than
+80 % of the memory available to us is refused before a page is touched. ``populate`` takes seconds and runs off the
+loop; ``close`` may come from another thread at any time and waits for one step at most.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmlive.device import syscalls
+from lmlive.device.backend import Bytes
+from lmlive.errors import InternalError, StartError
+
+RULE = "pool_bytes is at most 80 % of the memory available to this process"
+HUGE_BYTES = 2 << 20
+
+_UNLIMITED = 1 << 60
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What one control group says of its memory.
+
+    Args:
+        limit: Text of ``memory.max`` or ``memory.limit_in_bytes``.
+        usage: Text of ``memory.current`` or ``memory.usage_in_bytes``.
+        stat: Text of ``memory.stat``.
+    """
+
+    limit: str
+    usage: str
+    stat: str
+
+
+def available_memory(meminfo: str, groups: tuple[GroupMemory, ...]) -> int:
+    """Give the bytes that we may still allocate: the least of what the machine and each control group leave.
+
+    Args:
+        meminfo: Text of ``/proc/meminfo``.
+        groups: Our control group and those above it.
+    """
+    available = _field(meminfo, "MemAvailable:") * 1024
+    for group in groups:
+        limit = _number(group.limit)
+        if limit is None or limit >= _UNLIMITED:
+            continue
+        # Clean file pages of the group are given up before the limit is felt.
+        cache = _field(group.stat, "total_inactive_file") or _field(group.stat, "inactive_file")
+        available = min(available, limit - (_number(group.usage) or 0) + cache)
+    return max(available, 0)
+
+
+def read_available_memory() -> int:
+    """Give the bytes that we may still allocate on this machine, now."""
+    return available_memory(_text(Path("/proc/meminfo")), tuple(_groups(_text(Path("/proc/self/cgroup")))))
+
+
+class PoolMemory:
+    """The arena's bytes.
+
+    **Lifecycle**: reserved when made, allocated by ``populate``, given back by ``close``; the view is void afterwards.
+
+    **Concurrency**: ``populate`` in one thread, ``close`` in any.
+
+    Args:
+        nbytes: Its size.
+        available: What we may allocate; None: ask the system.
+
+    Raises:
+        StartError: Fields ``asked``, ``available`` and ``rule``: it is larger than the rule allows.
+    """
+
+    def __init__(self, nbytes: int, *, available: int | None = None) -> None:
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._closed = False
+        self.huge = _free_huge_bytes() >= nbytes
+        made = self._make_huge() if self.huge else None
+        if made is None:
+            self.huge = False
+            self._refuse_too_large(read_available_memory() if available is None else available)
+            made = self._make()
+        self.fd, self._address, self._mapped = made
+        self._view: Bytes | None = syscalls.view_of(self._address, nbytes)
+
+    @property
+    def view(self) -> Bytes:
+        """The bytes, as an array; not to be used after ``close``."""
+        if self._view is None:
+            raise InternalError("the pool is closed")
+        return self._view
+
+    def populate(self, progress: syscalls.Progress | None = None) -> bool:
+        """Allocate and map every page, 64 MiB at a time; takes seconds, runs off the loop.
+
+        Args:
+            progress: Told the bytes done after each step; False ends it early.
+
+        Returns:
+            False if it was ended early, by ``progress`` or by ``close``.
+
+        Raises:
+            StartError: The system has not as much memory as it said.
+        """
+        for start, stop in syscalls.steps(0, self._mapped):
+            with self._lock:
+                if self._closed:
+                    return False
+                try:
+                    os.posix_fallocate(self.fd, start, stop - start)
+                    syscalls.populate(self._address, start, stop, allocate=False)
+                except OSError as error:
+                    raise StartError(
+                        f"the pool's memory ran out at {start} of {self.nbytes} bytes: set a smaller pool_bytes",
+                        asked=self.nbytes,
+                        available=start,
+                        rule=RULE,
+                        errno=error.errno,
+                    ) from error
+            if progress is not None and not progress(min(stop, self.nbytes)):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Give the memory back, once; later calls do nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._view = None
+            try:
+                syscalls.unmap(self._address, self._mapped)
+            finally:
+                os.close(self.fd)
+
+    def _refuse_too_large(self, available: int) -> None:
+        if self.nbytes > available * 4 // 5:
+            raise StartError(
+                f"a pool of {self.nbytes} bytes is too large for {available} available bytes: set a smaller pool_bytes",
+                asked=self.nbytes,
+                available=available,
+                rule=RULE,
+            )
+
+    def _make_huge(self) -> tuple[int, int, int] | None:
+        """Give descriptor, address and mapped bytes over huge pages that the machine has set aside; None without."""
+        mapped = -(-self.nbytes // HUGE_BYTES) * HUGE_BYTES
+        try:
+            return (*_map_new(mapped, huge=True), mapped)
+        except OSError:  # someone else took them, or our control group may not
+            return None
+
+    def _make(self) -> tuple[int, int, int]:
+        try:
+            fd, address = _map_new(self.nbytes, huge=False)
+        except OSError as error:
+            raise StartError(
+                f"a pool of {self.nbytes} bytes cannot be had: {error}",
+                asked=self.nbytes,
+                available=0,
+                rule=RULE,
+                errno=error.errno,
+            ) from error
+        syscalls.advise(address, self.nbytes, syscalls.MADV_HUGEPAGE)  # a no-op where the machine has none for files
+        return fd, address, self.nbytes
+
+
+def _map_new(nbytes: int, *, huge: bool) -> tuple[int, int]:
+    fd = syscalls.make_memfd("lmlive-pool", nbytes, huge=huge)
+    try:
+        return fd, syscalls.map_shared(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _groups(cgroup: str) -> Iterator[GroupMemory]:
+    """Read our control group and those above it, of either version."""
+    for line in cgroup.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = _CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        here = root / path.strip("/")
+        while here.is_relative_to(root):
+            yield GroupMemory(_text(here / names[0]), _text(here / names[1]), _text(here / "memory.stat"))
+            here = here.parent
+
+
+def _free_huge_bytes() -> int:
+    return (_number(_text(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"))) or 0) * HUGE_BYTES
+
+
+def _field(text: str, name: str) -> int:
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name:
+            return _number(words[1]) or 0
+    return 0
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
