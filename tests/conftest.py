@@ -27,7 +27,9 @@ hypothesis.settings.register_profile("lmlive", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("lmlive"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "lmlive")
 
-_blockbuster = BlockBuster("lmlive", excluded_modules=["lmlive.testing"])  # doubles read /proc, which answers from memory
+_blockbuster = BlockBuster(
+    "lmlive", excluded_modules=["lmlive.testing"]
+)  # doubles read /proc, which answers from memory
 
 
 @overload

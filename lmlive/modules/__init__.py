@@ -1,0 +1,1 @@
+"""What each verb does: plain functions over the books, without sockets, threads or a loop."""

@@ -1,0 +1,149 @@
+"""Everything the loop thread owns, in one place.
+
+The roster, the entries, the store, the leases, the connections and the tethers are plain objects without locks,
+because one thread alone touches them. What other threads need is bound into a ``Work`` before it leaves the loop.
+
+Not behaviour: that is in the modules, whose functions take ``Books`` first. The few methods here are those that
+several modules need.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lmlive.cache.leases import LeaseTable
+from lmlive.cache.store import ChunkStore
+from lmlive.clock import Clock
+from lmlive.config import ServerConfig
+from lmlive.device.backend import DeviceBackend
+from lmlive.liveness.policy import ReapPolicy
+from lmlive.liveness.roster import Roster
+from lmlive.liveness.target import InstanceLivenessTarget
+from lmlive.liveness.watch import Moment, Watch
+from lmlive.modules.call import Call, Connection
+from lmlive.modules.entries import ContextEntry, Entries
+from lmlive.modules.events import EventLog
+from lmlive.modules.tethers import TetherRecord
+
+Cancel = Callable[[], None]
+
+
+class Connections:
+    """What HELLO said on each connection, for the most recently used ones.
+
+    A connection that fell out must say HELLO again before its next fenced verb.
+
+    Args:
+        maximum: How many are remembered.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._by_peer: OrderedDict[bytes, Connection] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._by_peer)
+
+    def say(self, peer: bytes, connection: Connection) -> None:
+        """Note a HELLO."""
+        self._by_peer[peer] = connection
+        self._by_peer.move_to_end(peer)
+        if len(self._by_peer) > self._maximum:
+            self._by_peer.popitem(last=False)
+
+    def find(self, peer: bytes) -> Connection | None:
+        """Give what this connection said, and keep it from falling out."""
+        connection = self._by_peer.get(peer)
+        if connection is not None:
+            self._by_peer.move_to_end(peer)
+        return connection
+
+
+@dataclass(slots=True, eq=False)
+class Opening:
+    """One REGISTER whose handles are being opened.
+
+    Args:
+        secret_hash: Whose it is.
+        fingerprint: Of what it opens.
+        joined: Calls that asked for the same; all get the same answer.
+        followers: Calls that asked for something else meanwhile, in order.
+        waiters: Called once what it opened is released, should it never be installed.
+    """
+
+    secret_hash: bytes
+    fingerprint: bytes
+    joined: list[Call] = field(default_factory=list)
+    followers: list[Call] = field(default_factory=list)
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Books:
+    """The server's state.
+
+    Args:
+        config: The settings.
+        epoch: Random number of this server's life, never 0.
+        clock: Reads the time.
+        policy: Budgets on silence.
+        watch: Measures watched time.
+        roster: Who is registered.
+        entries: What is held for each generation.
+        backend: Opens and closes device memory.
+        store: The chunks; nothing is copied before ``pool`` is ready.
+        pool: The pool's memory; None until it is ready.
+        leases: Who pinned what, until when.
+        events: What happened.
+        connections: Who said HELLO where.
+        tethers: By secret hash.
+        openings: By instance id.
+        targets: The embedder's own.
+        state: "starting", "serving" or "draining".
+        errors: Error replies, by the error's name.
+        tether_path: Where peers of this host find the tether; None if nowhere.
+        later: Calls back after so many seconds, on the loop; gives a function that cancels.
+        status: The whole status as one map.
+        readmit: Puts a deferred call through its admit again; the dispatcher sets it.
+    """
+
+    config: ServerConfig
+    epoch: int
+    clock: Clock
+    policy: ReapPolicy
+    watch: Watch
+    roster: Roster
+    entries: Entries
+    backend: DeviceBackend
+    leases: LeaseTable
+    store: ChunkStore
+    targets: Sequence[InstanceLivenessTarget] = ()
+    pool: npt.NDArray[np.uint8] | None = None
+    events: EventLog = field(default_factory=EventLog)
+    connections: Connections = field(default_factory=lambda: Connections(4096))
+    tethers: dict[bytes, TetherRecord] = field(default_factory=dict)
+    openings: dict[int, Opening] = field(default_factory=dict)
+    state: str = "starting"
+    errors: Counter[str] = field(default_factory=Counter)
+    tether_path: str | None = None
+    later: Callable[[float, Callable[[], None]], Cancel]
+    status: Callable[[], dict[str, object]]
+    readmit: Callable[[Call], None] = Call.defer
+
+    def moment(self) -> Moment:
+        """Give the present in watched time."""
+        return self.watch.moment(self.clock.now())
+
+    def emit(self, kind: str, **facts: object) -> None:
+        """Write an event down, with the present time."""
+        self.events.emit(kind, self.clock.now(), **facts)
+
+    def give_back(self, entry: ContextEntry) -> None:
+        """End a transfer's borrow; its end is a sign of life."""
+        if entry.live:
+            self.roster.touch(entry.instance_id, entry.generation, self.moment())
+        self.entries.give_back(entry)

@@ -1,0 +1,267 @@
+"""REGISTER and UNREGISTER: how an instance comes, and how it takes its leave.
+
+Opening handles may take seconds, so REGISTER has all three phases. Between admit and settle nothing is promised: the
+registration is made in settle, and only if the server still serves, the secret still stands and the process still
+lives; else what was opened is released. The same REGISTER repeated meanwhile joins the first one; a different one waits
+for its turn. UNREGISTER is answered when the memory is released, or after a while with ``ReleasePending``.
+
+Loop thread only; the handles are opened in the register lane.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from lmlive.cache.keys import Namespace
+from lmlive.cache.layout import KVLayout
+from lmlive.device.context import CacheContext
+from lmlive.errors import (
+    InternalError,
+    LMLiveError,
+    ReleasePending,
+    ServerBusy,
+    UnknownInstance,
+)
+from lmlive.liveness.evidence import Evidence
+from lmlive.liveness.roster import Facts, Outcome, Registration
+from lmlive.modules.books import Books, Opening
+from lmlive.modules.call import Call
+from lmlive.modules.entries import ContextEntry
+from lmlive.modules.events import note
+from lmlive.modules.handler import HandlerTable, Lane, Work
+from lmlive.modules.handles import Opener, fingerprint, places, read_layout, take_sources
+from lmlive.modules.management import hash_secret
+from lmlive.modules.removal import remove
+from lmlive.modules.tethers import TetherRecord
+from lmlive.protocol.messages import Register, RegisterReply, Unregister
+from lmlive.protocol.verbs import Verb
+
+log = logging.getLogger("lmlive.server")
+
+OPENINGS_PER_THREAD = 16
+"""How many REGISTERs may be on their way for each thread of the lane, before the next one is told to come again."""
+
+RELEASE_PATIENCE = 2.5
+"""Seconds for which UNREGISTER waits for the release before it says that it is pending."""
+
+_RETRY_AFTER = 0.5
+
+
+# REGISTER
+
+
+def admit_register(books: Books, call: Call) -> Work | None:
+    """Refresh, join, wait, or open the handles."""
+    message = call.body(Register)
+    tether = books.tethers.get(hash_secret(message.secret))
+    layout = read_layout(books, message)
+    facts = _read_facts(call, message, tether)
+    outcome = books.roster.would(facts)
+    opening = books.openings.get(facts.instance_id)
+    if opening is not None:
+        same = opening.secret_hash == facts.secret_hash and opening.fingerprint == facts.fingerprint
+        (opening.joined if same else opening.followers).append(call)
+        call.defer()
+        if same and tether is not None:
+            tether.table.close()
+        return None
+    if outcome is Outcome.REFRESHED or layout is None:
+        if tether is not None:
+            tether.table.close()
+        registration = _enroll(books, call, facts)
+        if outcome is not Outcome.REFRESHED:
+            books.entries.install(ContextEntry(registration))
+        call.reply(_answer(books, layout))
+        return None
+    if len(books.openings) >= OPENINGS_PER_THREAD * books.config.register_threads:
+        raise ServerBusy("too many workers register at once: come again", retry_after=_RETRY_AFTER)
+    opener = Opener(books.backend, take_sources(message, tether), places(layout))
+    opening = Opening(facts.secret_hash, facts.fingerprint, joined=[call])
+    books.openings[facts.instance_id] = opening
+    return Work(
+        Lane.REGISTER, opener.run, partial(_settle_register, books, opening, opener, facts, layout), facts.instance_id
+    )
+
+
+def _settle_register(  # noqa: PLR0917 - all but the last two are bound by admit
+    books: Books,
+    opening: Opening,
+    opener: Opener,
+    facts: Facts,
+    layout: KVLayout,
+    result: object | None,
+    error: BaseException | None,
+) -> None:
+    """Install what was opened, or release it; then answer everyone who asked for it."""
+    del books.openings[facts.instance_id]
+    opener.close_unused()
+    context = result if isinstance(result, CacheContext) else None
+    refusal = error or _install(books, opening, facts, layout, context)
+    if refusal is not None and not isinstance(refusal, LMLiveError):
+        log.error("register failed instance_id=%d", facts.instance_id, exc_info=refusal)
+    if refusal is not None and context is not None:
+        ghost = ContextEntry(Registration(facts, 0, books.moment()), context)
+        ghost.waiters, opening.waiters = opening.waiters, []
+        books.entries.discard(ghost)
+    for waiter in opening.waiters:
+        waiter()
+    for call in opening.joined:
+        if refusal is None:
+            call.reply(_answer(books, layout))
+        else:
+            call.fail(refusal)
+    for call in opening.followers:
+        books.readmit(call)
+
+
+def _install(
+    books: Books, opening: Opening, facts: Facts, layout: KVLayout, context: CacheContext | None
+) -> Exception | None:
+    """Make it live, if nothing speaks against it by now; else give what does."""
+    if context is None:
+        return InternalError("the register lane opened nothing")
+    if books.state != "serving":
+        return UnknownInstance("the server began to drain meanwhile: nothing was registered")
+    facts = _with_evidence(facts, books.tethers.get(facts.secret_hash))
+    try:
+        registration = _enroll(books, opening.joined[0], facts, mapped_bytes=context.mapped_bytes)
+    except Exception as error:  # noqa: BLE001 - whoever joined must hear of it, whatever it is
+        return error
+    namespace = Namespace(facts.model, facts.revision, layout.layout_key, facts.rank, facts.world_size)
+    books.entries.install(ContextEntry(registration, context, layout, namespace))
+    return None
+
+
+def _enroll(books: Books, call: Call, facts: Facts, *, mapped_bytes: int = 0) -> Registration:
+    """Write into the roster; what is superseded leaves before its successor is installed."""
+    registered = books.roster.register(facts, books.moment())
+    if registered.removal is not None:
+        remove(books, registered.removal)
+    registration = registered.registration
+    if registered.outcome is not Outcome.REFRESHED:
+        known: dict[str, object] = {
+            "instance_id": str(registration.instance_id),
+            "generation": registration.generation,
+            "model": registration.model,
+            "rank": registration.rank,
+            "pid": registration.pid,
+            "mode": registration.mode,
+            "evidence": registration.evidence.value,
+            "mapped_bytes": mapped_bytes,
+        }
+        said = call.connection
+        note(log, logging.INFO, "registered", known | {"software": said.software if said is not None else None})
+        books.emit("registered", **known)
+    return registration
+
+
+def _answer(books: Books, layout: KVLayout | None) -> list[object]:
+    key = b"" if layout is None else layout.layout_key
+    return RegisterReply(beat=books.policy.beat, layout_key=key).to_payload()
+
+
+def _read_facts(call: Call, message: Register, tether: TetherRecord | None) -> Facts:
+    instance_id = call.header.instance_id
+    facts = Facts(
+        instance_id=instance_id,
+        secret_hash=hash_secret(message.secret),
+        fingerprint=fingerprint(message, tether),
+        model=message.model,
+        revision=message.revision,
+        rank=message.rank,
+        world_size=message.world_size,
+        mode="server_driven" if message.groups else "none",
+    )
+    return _with_evidence(facts, tether)
+
+
+def _with_evidence(facts: Facts, tether: TetherRecord | None) -> Facts:
+    """Say what the kernel knows of the process, if its tether speaks for this instance."""
+    if tether is None or tether.instance_id != facts.instance_id:
+        return replace(facts, evidence=Evidence.NONE, pid=None, tether_open=False)
+    return replace(facts, evidence=tether.evidence, pid=tether.pid, tether_open=tether.open)
+
+
+# UNREGISTER
+
+
+def admit_unregister(books: Books, call: Call) -> Work | None:
+    """End a secret and its registration; answer once all memory of the instance is released."""
+    secret_hash = hash_secret(call.body(Unregister).secret)
+    instance_id = call.header.instance_id or _instance_of(books, secret_hash)
+    removal = books.roster.unregister(instance_id, secret_hash, call.moment)
+    if removal is not None:
+        remove(books, removal)
+    books.leases.end_owner(secret_hash)
+    tether = books.tethers.get(secret_hash)
+    if tether is not None:
+        tether.table.close()
+    farewell = _Farewell(books, call)
+    for entry in books.entries.unreleased(instance_id):
+        if entry.registration.secret_hash == secret_hash:
+            entry.waiters.append(farewell.expect())
+    opening = books.openings.get(instance_id)
+    if opening is not None and opening.secret_hash == secret_hash:
+        opening.waiters.append(farewell.expect())
+    farewell.begin()
+    return None
+
+
+def _instance_of(books: Books, secret_hash: bytes) -> int:
+    """Find whom a secret speaks for, where the header does not say; 0 for nobody."""
+    for registration in books.roster.snapshot():
+        if registration.secret_hash == secret_hash:
+            return registration.instance_id
+    for instance_id, opening in books.openings.items():
+        if opening.secret_hash == secret_hash:
+            return instance_id
+    for entry in books.entries:
+        if entry.registration.secret_hash == secret_hash:
+            return entry.instance_id
+    return 0
+
+
+class _Farewell:
+    """Answers one UNREGISTER when all it waits for has come, or when its patience ends."""
+
+    def __init__(self, books: Books, call: Call) -> None:
+        self._books = books
+        self._call = call
+        self._missing = 0
+        self._cancel = _nothing
+
+    def expect(self) -> Callable[[], None]:
+        """Wait for one more release."""
+        self._missing += 1
+        return self._arrived
+
+    def begin(self) -> None:
+        """Answer at once if there is nothing to wait for."""
+        if not self._missing:
+            self._call.reply([True])
+            return
+        self._call.defer()
+        self._cancel = self._books.later(RELEASE_PATIENCE, self._give_up)
+
+    def _arrived(self) -> None:
+        self._missing -= 1
+        if not self._missing and not self._call.answered:
+            self._cancel()
+            self._call.reply([True])
+
+    def _give_up(self) -> None:
+        if not self._call.answered:
+            self._call.fail(
+                ReleasePending(
+                    "the memory is still in use here: keep it until a later answer says True, or until you exit",
+                    pending=self._missing,
+                )
+            )
+
+
+def _nothing() -> None:
+    """Cancel nothing."""
+
+
+HANDLERS: HandlerTable = {Verb.REGISTER: admit_register, Verb.UNREGISTER: admit_unregister}

@@ -1,0 +1,107 @@
+"""``python -m lmlive.server``: one server as a process.
+
+It reads flags, environment and file, sets up what belongs to a process (logging, signals, limits, the loop), prints
+the ready line and serves. Exit codes: 0 clean, 1 failed start, 2 bad flags, 3 work was cut off at the drain's deadline.
+
+SIGTERM or SIGINT drains, a second one terminates.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+
+from lmlive._version import __version__
+from lmlive.config import ServerConfig
+from lmlive.errors import ConfigError, LMLiveError
+from lmlive.server import logs
+from lmlive.server.assembly import check_extras
+from lmlive.server.server import LivenessServer
+
+CLEAN, FAILED, BAD_FLAGS, CUT_OFF = 0, 1, 2, 3
+
+SWITCH_SECONDS = 0.0005
+"""How long a busy thread keeps the interpreter while the loop waits for it."""
+
+log = logging.getLogger("lmlive.server")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a server until a signal ends it, and give the exit code."""
+    logs.configure("text", "WARNING")  # until the settings are known, which may have to be warned of
+    try:
+        config = ServerConfig.from_args(sys.argv[1:] if argv is None else argv)
+        check_extras(config)
+    except ConfigError as error:
+        print(f"lmlive: {error}", file=sys.stderr)  # noqa: T201 - usage belongs on stderr, logged or not
+        return BAD_FLAGS
+    logs.configure(config.log_format, config.log_level)
+    raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    import uvloop  # noqa: PLC0415 - bad flags and --help need no loop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))
+
+
+async def serve(config: ServerConfig) -> int:
+    """Start, say so, and serve until the end."""
+    server = LivenessServer(config)
+    loop = asyncio.get_running_loop()
+    ended = False
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal ended
+        log.info("signal name=%s", number.name)
+        if ended:
+            server.terminate()
+        ended = True
+        server.close()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await server.start()
+    except LMLiveError as error:
+        if ended:
+            return CLEAN
+        log.error("start failed error=%s", error)
+        return FAILED
+    announce(server)
+    await server.serve_forever()
+    return CLEAN if server.drained else CUT_OFF
+
+
+def announce(server: LivenessServer) -> None:
+    """Print the ready line; a closed stdout is no reason to stop."""
+    line = (
+        f"lmlive ready bind={','.join(server.urls)} http={server.http_url or 'off'} "
+        f"pid={os.getpid()} epoch={server.epoch:016x} version={__version__}\n"
+    )
+    try:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("ready line lost error=%s", error)
+        # The interpreter flushes stdout once more at its exit, and would end with an error of its own.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            number = sys.stdout.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def raise_descriptor_limit() -> None:
+    """Take as many descriptors as this process may have: each worker needs several."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

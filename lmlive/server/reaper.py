@@ -1,0 +1,243 @@
+"""The reaper: it keeps the watch, passes the verdicts on silence, and sees that what was detached is released.
+
+One task ticks. A tick measures watched time; each scan asks the roster and the embedder's targets who has been silent
+for too long. After a stall nothing is judged before everything that waited meanwhile was read. Closing mappings is
+never awaited here: each release has a thread of the release lane and a deadline; one that misses it is reported as
+stuck and keeps its thread, and neither scans nor the server's end wait for it.
+
+Loop thread only.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from lmlive.liveness.roster import Reason, Registration, SilenceWarning
+from lmlive.liveness.watch import STEP_LIMIT, Moment
+from lmlive.modules.books import Books, Cancel
+from lmlive.modules.entries import ContextEntry, EntryState
+from lmlive.modules.events import note
+from lmlive.modules.handler import Lane, Work
+from lmlive.modules.removal import remove, tell
+
+log = logging.getLogger("lmlive.server")
+
+RELEASE_SECONDS = 2.0
+"""How long a release may take before it is called stuck."""
+
+LONGEST_TICK = 1.0
+
+FIRST_WARNING = 25
+"""Per cent of its budget at which a silent instance is suspect."""
+
+
+def tick_interval(scan_interval: float) -> float:
+    """Give the seconds between two ticks."""
+    return min(scan_interval / 4, LONGEST_TICK)
+
+
+class Door(Protocol):
+    """What the reaper asks of the router."""
+
+    def take_caught_up(self) -> bool:
+        """Tell whether everything that had arrived was read at some time since the last call."""
+        ...
+
+
+class Workshop(Protocol):
+    """Where releases run."""
+
+    def submit(self, work: Work) -> None:
+        """Run it in its lane, then settle it on the loop, whatever happens."""
+        ...
+
+
+@dataclass(slots=True)
+class _Release:
+    """One release on its way."""
+
+    began: float
+    mapped_bytes: int
+    cancel: Cancel
+
+
+class Reaper:
+    """Ticks, scans, releases.
+
+    Lifecycle: ``start``, then ``stop``; releases go on being seen to after that.
+
+    Args:
+        books: The server's state.
+        lanes: The lanes.
+        door: The router.
+        sweep: Called on each tick, for whoever keeps things that grow old.
+    """
+
+    def __init__(self, books: Books, lanes: Workshop, door: Door, sweep: Callable[[], None]) -> None:
+        self.interval = tick_interval(books.policy.scan_interval)
+        self.last_scan: float | None = None
+        self._books = books
+        self._lanes = lanes
+        self._door = door
+        self._sweep = sweep
+        self._task: asyncio.Task[None] | None = None
+        self._last_tick: float | None = None
+        self._scan_due = books.clock.now() + books.policy.scan_interval
+        self._catching_up = False
+        self._catch_up_by = 0.0
+        self._releases: dict[ContextEntry, _Release] = {}
+        self._settled = asyncio.Event()
+        self._settled.set()
+        books.entries.on_releasable = self._release_all
+
+    @property
+    def last_scan_age(self) -> float | None:
+        """Seconds since the last scan; None before the first."""
+        return None if self.last_scan is None else self._books.clock.now() - self.last_scan
+
+    def start(self) -> None:
+        """Begin to tick."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="lmlive-reaper")
+
+    async def stop(self) -> None:
+        """Stop ticking; twice is once."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self.interval, loop.time())
+            try:
+                self.tick()
+            except Exception:
+                # A verdict that fails must not be the last one.
+                log.exception("tick failed")
+            await asyncio.sleep(due - loop.time())
+
+    def tick(self) -> None:
+        """Advance the watch, and do what is due."""
+        books = self._books
+        now = books.clock.now()
+        late = self._last_tick is not None and now - self._last_tick > STEP_LIMIT * self.interval
+        self._last_tick = now
+        caught_up = self._door.take_caught_up()
+        moment = books.watch.advance(now, caught_up=caught_up)
+        books.leases.expire(moment.running)
+        self._sweep()
+        if late and not self._catching_up:
+            # Whatever was read since the last tick was read before the stall: only a later answer counts.
+            self._catching_up = True
+            self._catch_up_by = now + books.policy.scan_interval
+            return
+        if self._catching_up and (late or not caught_up) and now < self._catch_up_by:
+            return
+        self._catching_up = False
+        if now >= self._scan_due:
+            self._scan_due = max(self._scan_due + books.policy.scan_interval, now)
+            self.scan(moment)
+
+    def scan(self, moment: Moment) -> None:
+        """Pass the verdicts."""
+        books = self._books
+        self.last_scan = books.clock.now()
+        found = books.roster.scan(moment)
+        for warning in found.warnings:
+            self._warn(warning)
+        for registration in found.held:
+            self._tell_held(registration, moment)
+        for removal in found.removals:
+            remove(books, removal)
+        for target in books.targets:
+            stale = tell(books, target.reap_stale_instances, books.policy.timeout, books.policy.grace)
+            for instance_id in stale if isinstance(stale, (list, tuple, set)) else ():
+                reaped = books.roster.reap(instance_id, None, Reason.TARGET, moment)
+                if reaped is not None:
+                    remove(books, reaped)
+
+    def _warn(self, warning: SilenceWarning) -> None:
+        facts: dict[str, object] = {
+            "instance_id": str(warning.instance_id),
+            "generation": warning.generation,
+            "model": warning.model,
+            "pid": warning.pid,
+            "percent": warning.percent,
+            "silent_for": round(warning.age, 3),
+            "budget": warning.budget,
+            "setting": warning.setting,
+        }
+        note(log, logging.WARNING, "silent", facts)
+        if warning.percent == FIRST_WARNING:
+            self._books.emit("suspect", reason="silence", **facts)
+
+    def _tell_held(self, registration: Registration, moment: Moment) -> None:
+        facts: dict[str, object] = {
+            "instance_id": str(registration.instance_id),
+            "generation": registration.generation,
+            "model": registration.model,
+            "pid": registration.pid,
+            "silent_for": round(self._books.roster.silence(registration, moment), 3),
+        }
+        note(log, logging.WARNING, "held", facts)
+        self._books.emit("held", **facts)
+
+    # Releases
+
+    async def settled(self) -> None:
+        """Wait until every release is done or stuck; a release's deadline bounds this."""
+        await self._settled.wait()
+
+    def _release_all(self) -> None:
+        ready = self._books.entries.releasable
+        while ready:
+            self._release(ready.popleft())
+
+    def _release(self, entry: ContextEntry) -> None:
+        if entry.context is None:
+            self._books.entries.released(entry)
+            return
+        self._settled.clear()
+        cancel = self._books.later(RELEASE_SECONDS, partial(self._overdue, entry))
+        self._releases[entry] = _Release(self._books.clock.now(), entry.mapped_bytes, cancel)
+        self._lanes.submit(Work(Lane.RELEASE, entry.context.close, partial(self._closed, entry)))
+
+    def _closed(self, entry: ContextEntry, _: object | None, error: BaseException | None) -> None:
+        release = self._releases.pop(entry)
+        release.cancel()
+        facts = self._facts(entry, release)
+        if error is not None:
+            self._books.entries.stuck(entry)
+            self._look_whether_settled()
+            note(log, logging.ERROR, "release_failed", facts | {"error": str(error)})
+            return
+        self._books.entries.released(entry)
+        self._look_whether_settled()
+        note(log, logging.INFO, "released", facts)
+        self._books.emit("released", **facts)
+
+    def _overdue(self, entry: ContextEntry) -> None:
+        self._books.entries.stuck(entry)
+        self._look_whether_settled()
+        facts = self._facts(entry, self._releases[entry])
+        note(log, logging.ERROR, "stuck", facts)
+        self._books.emit("stuck", **facts)
+
+    def _look_whether_settled(self) -> None:
+        if all(entry.state is not EntryState.RELEASING for entry in self._releases):
+            self._settled.set()
+
+    def _facts(self, entry: ContextEntry, release: _Release) -> dict[str, object]:
+        return {
+            "instance_id": str(entry.instance_id),
+            "generation": entry.generation,
+            "mapped_bytes": release.mapped_bytes,
+            "seconds": round(self._books.clock.now() - release.began, 6),
+        }
