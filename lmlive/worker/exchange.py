@@ -1,0 +1,211 @@
+"""The data connection: sends a store or retrieve until it has its terminal answer, or none is to be had.
+
+Each connection says HELLO before its first fenced request. Where the server does not know our registration any more,
+the heartbeat registers again and the request is repeated, once. An answer to a request that was sent under an older
+registration sets nothing off: by then a newer one may be there, and it is simply used.
+
+The loop that owns the worker.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from lmlive.clock import Clock
+from lmlive.config import WorkerConfig
+from lmlive.errors import LMLiveError, RequestTimeout, ServerUnavailable, StaleEpoch
+from lmlive.protocol.verbs import Role, Verb
+from lmlive.worker.dealer import Context
+from lmlive.worker.enrollment import View
+from lmlive.worker.heartbeat import Heartbeat
+from lmlive.worker.hello import ServerFacts, say_hello
+from lmlive.worker.link import Link
+from lmlive.worker.order import Order
+from lmlive.worker.outcome import UNREGISTERED
+from lmlive.worker.reply import Reply
+from lmlive.worker.slots import Slots
+from lmlive.worker.unsettled import Doubt, Unsettled
+
+GRACE: Final = 0.25
+"""Seconds after its deadline for which a request's terminal answer is waited for."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One call on its way.
+
+    Args:
+        touching: Whether the server, or a copy of ours, may touch the caller's blocks now.
+        cancelled: Whether the caller gave up.
+        doubt: The retrieve that was sent last; None for a store, or if nothing was sent.
+    """
+
+    touching: bool = False
+    cancelled: bool = False
+    doubt: Doubt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an exchange ended.
+
+    Args:
+        reply: The last attempt's.
+        facts: Of the server it went to.
+    """
+
+    reply: Reply
+    facts: ServerFacts
+
+
+class NothingToSend(Exception):
+    """The prompt has no whole chunk, or skips all of them."""
+
+
+class Exchange:
+    """One worker's data connection.
+
+    Args:
+        context: Makes its socket.
+        url: The server's.
+        instance_id: The worker's.
+        secret: The worker's.
+        heart: Knows the registration, and renews it.
+        unsettled: Told of every retrieve.
+        config: Patience.
+        clock: For deadlines.
+        counters: Counted into.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        url: str,
+        *,
+        instance_id: int,
+        secret: bytes,
+        heart: Heartbeat,
+        unsettled: Unsettled,
+        config: WorkerConfig,
+        clock: Clock,
+        counters: Counter[str],
+    ) -> None:
+        self.link = Link(context, url, connect_timeout=config.connect_timeout, clock=clock)
+        self._instance_id = instance_id
+        self._secret = secret
+        self._heart = heart
+        self._unsettled = unsettled
+        self._config = config
+        self._clock = clock
+        self._counters = counters
+        self._greeted = 0
+        self._greeting = asyncio.Lock()
+        self._slots = Slots()
+
+    async def run(self, order: Order, flight: Flight) -> Outcome:
+        """Send an order until it has a terminal answer, or its deadline and grace are over.
+
+        Raises:
+            NothingToSend: There is nothing to ask for.
+            LMLiveError: It was not sent.
+        """
+        hello_again = register_again = True
+        while True:
+            view = self._heart.view
+            facts = view.facts
+            if facts is None or not view.cell.generation:
+                raise ServerUnavailable("not registered yet: the heartbeat goes on trying")
+            if not view.carries_kv:
+                raise LMLiveError("registered for liveness only: the server cannot reach this worker's memory")
+            if order.is_empty(facts.chunk_tokens):
+                raise NothingToSend
+            payload = order.payload(facts)
+            if self._clock.now() >= order.deadline:
+                raise RequestTimeout("the deadline passed before the request was sent: nothing was done")
+            if not await self._greet(view, order.deadline):
+                await self._rejoin(view, order.deadline)
+                if not register_again:
+                    raise StaleEpoch("the server was replaced twice during one request")
+                register_again = False
+                continue
+            async with self._slots.one(facts.limits["in_flight"], order.deadline - self._clock.now()):
+                outcome = await self._send(order, payload, view, facts, flight)
+            error = outcome.reply.error
+            if isinstance(error, StaleEpoch) and error.fields.get("hello") and hello_again:
+                self._greeted, hello_again = 0, False
+            elif isinstance(error, UNREGISTERED) and register_again:
+                register_again = False
+                await self._rejoin(view, order.deadline)
+            else:
+                return outcome
+            self._counters["repeats"] += 1
+
+    def server_exited(self, epoch: int) -> None:
+        """Note that a server's process is gone."""
+        if self._greeted == epoch:
+            self._greeted = 0
+        self.link.server_exited(epoch)
+
+    async def _send(
+        self, order: Order, payload: list[object], view: View, facts: ServerFacts, flight: Flight
+    ) -> Outcome:
+        """Make one attempt; from its first byte until this returns, cancelling has to wait."""
+        if flight.cancelled:
+            raise asyncio.CancelledError
+        doubt: Doubt | None = None
+        if order.verb is Verb.RETRIEVE:
+            doubt = self._unsettled.begin(view.cell.epoch, order.blocks.asked(facts.chunk_tokens))
+        flight.doubt = doubt
+        flight.touching = True
+        try:
+            reply = await self.link.request(
+                order.verb,
+                payload,
+                deadline=order.deadline + GRACE,
+                connect_within=min(self._config.connect_timeout, order.deadline - self._clock.now()),
+                epoch=view.cell.epoch,
+                instance_id=self._instance_id,
+                generation=view.cell.generation,
+                deadline_ns=facts.deadline_ns(order.deadline),
+                late=None if doubt is None else lambda _: self._unsettled.settle(doubt),
+            )
+        finally:
+            flight.touching = False
+        if doubt is not None and _is_settled(reply):
+            self._unsettled.settle(doubt)
+        return Outcome(reply, facts)
+
+    async def _greet(self, view: View, deadline: float) -> bool:
+        """Say HELLO on this connection if it has not yet; False if another server answers than we registered with."""
+        async with self._greeting:
+            if self._greeted != view.cell.epoch:
+                facts = await say_hello(
+                    self.link,
+                    self._clock,
+                    role=Role.WORKER,
+                    secret=self._secret,
+                    deadline=deadline,
+                    connect_within=self._config.connect_timeout,
+                )
+                self._greeted = facts.epoch
+        return self._greeted == view.cell.epoch
+
+    async def _rejoin(self, view: View, deadline: float) -> None:
+        """Have the heartbeat register again, unless it did meanwhile; wait no longer than the deadline.
+
+        Raises:
+            LMLiveError: It could not.
+        """
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                error = await self._heart.rejoin(view.cell)
+        except TimeoutError:
+            raise RequestTimeout("registering again took longer than the deadline") from None
+        if error is not None:
+            raise error
+
+
+def _is_settled(reply: Reply) -> bool:
+    """Tell whether a request can do nothing any more: it was answered, or never left, or its server is gone."""
+    return reply.header is not None or not reply.sent or isinstance(reply.error, ServerUnavailable)

@@ -1,0 +1,92 @@
+"""What an entered worker is made of, and the order in which it comes and goes."""
+
+from collections import Counter
+
+import zmq
+
+from lmlive.clock import MonotonicClock
+from lmlive.config import WorkerConfig
+from lmlive.errors import LMLiveError
+from lmlive.worker.enrollment import Enrollment
+from lmlive.worker.exchange import Exchange
+from lmlive.worker.gate import Gate
+from lmlive.worker.heartbeat import Heartbeat, Listener
+from lmlive.worker.memory import WorkerMemory
+from lmlive.worker.transfers import Transfers
+from lmlive.worker.unsettled import Unsettled
+
+
+class Parts:
+    """What an entered worker is made of.
+
+    Args:
+        url: The server's.
+        enrollment: What is registered.
+        memory: The worker's memory; closed by ``close``.
+        unsettled: Told of every retrieve and every server.
+        config: Patience.
+        counters: Counted into.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        enrollment: Enrollment,
+        memory: WorkerMemory,
+        *,
+        unsettled: Unsettled,
+        config: WorkerConfig,
+        counters: Counter[str],
+    ) -> None:
+        clock = MonotonicClock()
+        context = zmq.Context()  # ended by the heartbeat thread, when both connections are closed
+        self.memory = memory
+        self.heart = Heartbeat(
+            context,
+            url,
+            enrollment,
+            config=config,
+            listener=Listener(unsettled.watch, self._on_pong),
+            clock=clock,
+        )
+        self.exchange = Exchange(
+            context,
+            url,
+            instance_id=enrollment.instance_id,
+            secret=enrollment.secret,
+            heart=self.heart,
+            unsettled=unsettled,
+            config=config,
+            clock=clock,
+            counters=counters,
+        )
+        self.gate = Gate(self.heart.ping, self._answered_at, clock)
+        self.transfers = Transfers(
+            self.exchange, self.heart, self.gate, memory, clock=clock, strict=config.strict, counters=counters
+        )
+        self._unsettled = unsettled
+        unsettled.on_exit = self.exchange.server_exited
+        self._clock = clock
+
+    async def enter(self, patience: float) -> LMLiveError | None:
+        """Connect and register; give the error that no patience would make go away."""
+        self.exchange.link.open()
+        self.heart.start()
+        return await self.heart.enter(self._clock.now() + patience)
+
+    async def close(self) -> None:
+        """Wait for calls on their way; then stop the heartbeat, unregister, close."""
+        await self.transfers.drain()
+        await self.gate.close()
+        self.exchange.link.close()
+        released = await self.heart.close()
+        if released:
+            self._unsettled.settle_all(released)
+        self._unsettled.close()
+        self.memory.close()
+
+    def _answered_at(self) -> float:
+        return max(self.heart.answered_at, self.exchange.link.answered_at)
+
+    def _on_pong(self, seconds: float) -> None:
+        self.gate.pinged(seconds)

@@ -1,0 +1,333 @@
+"""``Scheduler``: asks what is stored, and keeps it from being evicted until the workers have loaded it.
+
+It registers nothing and sends no sign of life, so it can never be reaped; its tether tells the server when its process
+ends, and its leases end with it. A lookup costs ``lookup_timeout`` at most; after one that got no answer, all are
+immediate misses until the server answers quickly again. A server that went away is met again without anybody's help.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from lmlive.cache.keys import chunk_keys
+from lmlive.clock import MonotonicClock
+from lmlive.config import WorkerConfig
+from lmlive.errors import ForkedProcess, LMLiveError, NotOwner, ProtocolError, RequestTimeout, StaleEpoch, WorkerClosed
+from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, parse_reply
+from lmlive.protocol.verbs import Role, Verb
+from lmlive.worker.blocks import count_tokens
+from lmlive.worker.gate import Gate
+from lmlive.worker.hello import ServerFacts, say_hello
+from lmlive.worker.identity import check_identity, check_lease, check_url
+from lmlive.worker.link import Link
+from lmlive.worker.order import ANY_CHUNK
+from lmlive.worker.outcome import in_words, retrieve_reason
+from lmlive.worker.reply import Reply
+from lmlive.worker.results import LookupResult
+from lmlive.worker.slots import Slots
+from lmlive.worker.tether import Tether, open_tether, tether_path
+
+log = logging.getLogger("lmlive.worker")
+
+_FATAL = (NotOwner, ProtocolError)
+_AGAIN = 0.5
+_SPACING = 0.05
+
+
+class Scheduler:
+    """Looks up how long a stored prefix is, and leases it.
+
+    **Lifecycle**: ``async with``, once. Entering waits up to ``request_timeout`` for the server, and enters without it
+    all the same; ``VersionError`` and a refused uid raise. ``close`` ends the connection, and with it the leases.
+
+    **Concurrency**: the event loop that entered it owns it. A forked child gets ``ForkedProcess``.
+
+    Args:
+        url: The server's: ``ipc:///path`` or ``tcp://host:port``.
+        model: Name of the model, as its workers registered it.
+        revision: Of the weights, likewise.
+        world_size: How many ranks must hold a prefix before it counts.
+        config: Patience.
+    """
+
+    def __init__(
+        self, url: str, *, model: str, revision: str = "", world_size: int = 1, config: WorkerConfig | None = None
+    ) -> None:
+        check_url(url)
+        check_identity(model, revision, 0, world_size)
+        self._url = url
+        self._model = model
+        self._revision = revision
+        self._world_size = world_size
+        self._config = config or WorkerConfig()
+        self._clock = MonotonicClock()
+        self._secret = secrets.token_bytes(16)
+        self._pid = os.getpid()
+        self._counters: Counter[str] = Counter()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._link: Link | None = None
+        self._gate: Gate | None = None
+        self._facts: ServerFacts | None = None
+        self._tether: Tether | None = None
+        self._slots = Slots()
+        self._keeper: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._met = asyncio.Event()
+        self._refusal: LMLiveError | None = None
+        self._background: set[asyncio.Future[Reply]] = set()
+        self._entered = False
+
+    def __repr__(self) -> str:
+        """Tell whether it has a server."""
+        state = "connected" if self.healthy else "alone" if self._context is not None else "closed"
+        return f"<Scheduler {self._model} {state}>"
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a server answered HELLO and is not known to be gone."""
+        return self._facts is not None
+
+    def stats(self) -> dict[str, int]:
+        """Count what happened so far, by name; names that never happened are absent."""
+        found = dict(self._counters)
+        if self._link is not None:
+            found["late_replies"] = self._link.late_replies
+        if self._gate is not None:
+            found["breaker_opened"] = self._gate.breaker.opened
+        return found
+
+    async def lookup(
+        self, token_ids: Any, *, adapter: str = "", salt: str = "", lease: str | None = None
+    ) -> LookupResult:
+        """Ask how long a prefix every rank can load, and lease it.
+
+        Args:
+            token_ids: The prompt.
+            adapter: As for ``Worker.store``.
+            salt: As for ``Worker.store``.
+            lease: Renews this one instead of making another.
+        """
+        link, gate = self._usable()
+        count_tokens(token_ids)
+        check_lease(lease)
+        facts = self._facts
+        size = ANY_CHUNK if facts is None else facts.chunk_tokens
+
+        @functools.cache
+        def keys(chunk_tokens: int) -> bytes:
+            return b"".join(chunk_keys(token_ids, chunk_tokens=chunk_tokens, adapter=adapter, salt=salt))
+
+        keys(size)  # wrong arguments are raised whatever the server's state
+        result = await self._lookup(link, gate, keys, lease)
+        self._counters["lookups"] += 1
+        self._counters[f"lookups_{result.reason}"] += 1
+        return result
+
+    async def release(self, lease: str | None) -> bool:
+        """End a lease; False if it had ended, or if there is no server to tell (then it ends by itself)."""
+        link, _ = self._usable()
+        facts = self._facts
+        if check_lease(lease) is None or lease is None or facts is None:
+            return False
+        reply = await self._release(link, facts, lease)
+        try:
+            return parse_reply(Verb.RELEASE, reply.result()) is True
+        except LMLiveError as error:
+            log.info("lease not released reason=%s", in_words(error))
+            return False
+
+    async def __aenter__(self) -> Self:
+        self._check_process()
+        if self._entered:
+            raise WorkerClosed("a scheduler is entered once: make a new one")
+        self._entered = True
+        self._context = zmq.Context()
+        self._link = Link(self._context, self._url, connect_timeout=self._config.connect_timeout, clock=self._clock)
+        self._gate = Gate(self._ping, self._answered_at, self._clock)
+        try:
+            self._link.open()
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+            async with asyncio.timeout(self._config.request_timeout):
+                await self._met.wait()
+        except TimeoutError:
+            log.warning("scheduler entered without a server url=%s", self._url)
+        except BaseException:
+            await self.close()
+            raise
+        if self._refusal is not None:
+            await self.close()
+            raise self._refusal
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection; idempotent."""
+        if os.getpid() != self._pid:
+            return
+        context, self._context = self._context, None
+        if context is None:
+            return
+        self._facts = None
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+        if self._gate is not None:
+            await self._gate.close()
+        self._drop_tether()
+        if self._link is not None:
+            self._link.close()
+        await asyncio.to_thread(context.term)
+
+    # the call
+
+    async def _lookup(self, link: Link, gate: Gate, keys: Callable[[int], bytes], lease: str | None) -> LookupResult:
+        deadline = self._clock.now() + self._config.lookup_timeout
+        try:
+            for last in (False, True):
+                facts = self._facts
+                if facts is None or not gate.passes():
+                    return LookupResult(0, None, "unhealthy")
+                async with self._slots.one(facts.limits["in_flight"], deadline - self._clock.now()):
+                    reply = await self._ask(link, facts, keys(facts.chunk_tokens), lease, deadline)
+                if not isinstance(reply.error, StaleEpoch) or last:
+                    break
+                await self._meet_again(facts, deadline)
+            told = LookupReply.from_payload(reply.result())
+        except LMLiveError as error:
+            if isinstance(error, RequestTimeout):
+                gate.trip()
+            return LookupResult(0, None, retrieve_reason(error))
+        return LookupResult(told.tokens, told.lease, told.reason)
+
+    async def _ask(self, link: Link, facts: ServerFacts, keys: bytes, lease: str | None, deadline: float) -> Reply:
+        message = Lookup(self._model, self._revision, self._world_size, keys, lease)
+
+        def late(reply: Reply) -> None:
+            """Give back at once what was leased for a caller who is gone."""
+            if reply.error is None and self._context is not None:
+                told = LookupReply.from_payload(reply.payload)
+                if told.lease is not None and told.lease != lease:
+                    self._counters["late_leases"] += 1
+                    release = self._release(link, facts, told.lease)
+                    self._background.add(release)
+                    release.add_done_callback(self._background.discard)
+
+        return await link.request(
+            Verb.LOOKUP,
+            message.to_payload(),
+            deadline=deadline,
+            epoch=facts.epoch,
+            deadline_ns=facts.deadline_ns(deadline),
+            late=late,
+        )
+
+    def _release(self, link: Link, facts: ServerFacts, lease: str) -> asyncio.Future[Reply]:
+        deadline = self._clock.now() + self._config.request_timeout
+        return link.request(
+            Verb.RELEASE,
+            Release(lease).to_payload(),
+            deadline=deadline,
+            connect_within=self._config.connect_timeout,
+            epoch=facts.epoch,
+        )
+
+    async def _ping(self) -> float:
+        link, _ = self._usable()
+        sent_at = self._clock.now()
+        reply = await link.request(
+            Verb.PING, Ping(None).to_payload(), deadline=sent_at + self._config.heartbeat_timeout
+        )
+        reply.result()
+        return self._clock.now() - sent_at
+
+    # the server
+
+    async def _keep(self) -> None:
+        """Meet the server, and meet it again whenever it was lost."""
+        while True:
+            self._lost.clear()
+            try:
+                await self._meet()
+            except LMLiveError as error:
+                if isinstance(error, _FATAL):
+                    self._refusal = error
+                    self._met.set()
+                log.info("no server for the scheduler url=%s reason=%s", self._url, in_words(error))
+                await asyncio.sleep(_AGAIN)
+                continue
+            self._met.set()
+            await self._lost.wait()
+            await asyncio.sleep(_SPACING)
+
+    async def _meet(self) -> None:
+        if self._link is None:
+            return
+        deadline = self._clock.now() + self._config.request_timeout
+        facts = await say_hello(self._link, self._clock, role=Role.SCHEDULER, secret=self._secret, deadline=deadline)
+        await self._tie(facts, deadline)
+        self._facts = facts
+        self._refusal = None
+        self._counters["meetings"] += 1
+
+    async def _meet_again(self, seen: ServerFacts, deadline: float) -> None:
+        """Have the keeper say HELLO again, and wait for it until the deadline."""
+        if self._facts is seen:
+            self._met.clear()
+            self._lost.set()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                await self._met.wait()
+        except TimeoutError:
+            raise RequestTimeout("meeting the server again took longer than a lookup may") from None
+
+    async def _tie(self, facts: ServerFacts, deadline: float) -> None:
+        if self._tether is not None and not self._tether.lost and self._tether.epoch == facts.epoch:
+            return
+        self._drop_tether()
+        path = tether_path(self._url, facts.tether_path)
+        if path is None:
+            return
+        tether = await open_tether(path, epoch=facts.epoch, clock=self._clock, deadline=deadline)
+        if tether is None:
+            return
+        self._tether = tether
+        await tether.offer(secret=self._secret, instance_id=0, role=Role.SCHEDULER, fds=[], deadline=deadline)
+        tether.watch(on_lost=self._lost.set, on_exit=lambda: self._exited(facts.epoch))
+
+    def _exited(self, epoch: int) -> None:
+        self._counters["server_exits"] += 1
+        if self._facts is not None and self._facts.epoch == epoch:
+            self._facts = None
+        if self._link is not None:
+            self._link.server_exited(epoch)
+        self._lost.set()
+
+    def _drop_tether(self) -> None:
+        tether, self._tether = self._tether, None
+        if tether is not None:
+            tether.close()
+
+    def _answered_at(self) -> float:
+        return self._link.answered_at if self._link is not None else float("-inf")
+
+    def _usable(self) -> tuple[Link, Gate]:
+        self._check_process()
+        if self._context is None or self._link is None or self._gate is None:
+            raise WorkerClosed("this scheduler is not open: use it within 'async with'")
+        return self._link, self._gate
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this scheduler belongs to the process that made it: make a new one here")

@@ -1,0 +1,238 @@
+"""The worker's end of the tether: a unix socket that carries descriptors, and tells of the server's process.
+
+The server speaks first; another epoch than the ROUTER's means that another server listens there, and then there is no
+tether. Two facts come from here, and they are not the same: the socket's end is suspicion, the exit of the process
+(its pidfd) is proof. Neither is polled for.
+
+It belongs to the loop it was opened on: the heartbeat thread's for a worker, the caller's for a scheduler.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from lmlive.clock import Clock
+from lmlive.errors import InvalidPayload, LMLiveError, RequestTimeout, ServerUnavailable
+from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, decode_answer
+from lmlive.protocol.verbs import Role
+from lmlive.worker.outcome import in_words
+
+log = logging.getLogger("lmlive.worker")
+
+PATH_BYTES: Final = 107
+
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_AGAIN = 0.01
+
+
+def tether_path(url: str, told: str | None) -> str | None:
+    """Give where a server's tether is: beside its ipc socket, or where its HELLO says; None if nowhere."""
+    path = f"{url.removeprefix('ipc://')}.tether" if url.startswith("ipc://") else told
+    return path if path and len(os.fsencode(path)) <= PATH_BYTES else None
+
+
+class Tether:
+    """A tether that stands, or stood.
+
+    Args:
+        sock: The connected socket.
+        epoch: The server's, from its greeting.
+        pidfd: The server's process; -1 where the kernel does not name it.
+        clock: For deadlines.
+
+    Attributes:
+        lost: Whether the socket ended.
+        exited: Whether the server's process did.
+    """
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        self.epoch = 0
+        self.pidfd = _server_pidfd(sock)
+        self.lost = False
+        self.exited = False
+        self._sock = sock
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._packets: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_lost: Callable[[], None] | None = None
+        self._on_exit: Callable[[], None] | None = None
+        self._closed = False
+        self._loop.add_reader(sock.fileno(), self._on_packet)
+        if self.pidfd >= 0:
+            self._loop.add_reader(self.pidfd, self._on_pidfd)
+
+    def watch(self, *, on_lost: Callable[[], None], on_exit: Callable[[], None]) -> None:
+        """Have the socket's end and the server's exit told, each once; what happened already is told at once."""
+        self._on_lost, self._on_exit = on_lost, on_exit
+        if self.exited:
+            self._loop.call_soon(on_exit)
+        if self.lost:
+            self._loop.call_soon(on_lost)
+
+    async def offer(self, *, secret: bytes, instance_id: int, role: Role, fds: Sequence[int], deadline: float) -> None:
+        """Say who we are and send a table of descriptors, which the next REGISTER names.
+
+        Raises:
+            NotOwner: The server refuses this user, or this secret.
+            TransportError: The tether ended, or the server does not answer.
+        """
+        for first in range(0, max(len(fds), 1), MAX_FDS):
+            part = list(fds[first : first + MAX_FDS])
+            packet = Offer(secret, instance_id, role, first, len(part)).encode()
+            await self._send(packet, part, deadline)
+            answer = decode_answer(await self._receive(deadline))
+            if isinstance(answer, LMLiveError):
+                raise answer
+            if answer != Receipt(first + len(part)):
+                raise InvalidPayload("the server counted other descriptors than were sent", got=answer.received)
+
+    def close(self) -> None:
+        """Close socket and pidfd; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._on_lost = self._on_exit = None
+        self._lose()
+        if self.pidfd >= 0:
+            self._loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    async def greet(self, deadline: float) -> None:
+        """Take the server's first word; the tether may be used after it."""
+        packet = await self._receive(deadline)
+        try:
+            self.epoch = Greeting.decode(packet).epoch
+        except InvalidPayload:
+            answer = decode_answer(packet)
+            if isinstance(answer, LMLiveError):
+                raise answer from None
+            raise
+
+    async def _send(self, packet: bytes, fds: list[int], deadline: float) -> None:
+        while not self.lost:
+            try:
+                socket.send_fds(self._sock, [packet], fds)
+                return
+            except BlockingIOError:
+                if self._clock.now() >= deadline:
+                    raise RequestTimeout("the server does not read its tether") from None
+                await asyncio.sleep(_AGAIN)
+            except OSError:
+                self._lose()
+        raise ServerUnavailable("the tether ended")
+
+    async def _receive(self, deadline: float) -> bytes:
+        while not self._packets:
+            if self.lost:
+                raise ServerUnavailable("the tether ended")
+            self._waiter = self._loop.create_future()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
+                    await self._waiter
+            except TimeoutError:
+                raise RequestTimeout("no answer over the tether") from None
+            finally:
+                self._waiter = None
+        return self._packets.popleft()
+
+    def _on_packet(self) -> None:
+        try:
+            packet = self._sock.recv(MAX_PACKET_BYTES)  # descriptors beside it are not asked for: the kernel drops them
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lose()
+            return
+        if len(self._packets) < MAX_FDS:  # nobody reads what a server sends unasked
+            self._packets.append(packet)
+        self._wake()
+
+    def _on_pidfd(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self.exited = True
+        if self._on_exit is not None:
+            self._on_exit()
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self.lost:
+            self.lost = True
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+            self._wake()
+            if self._on_lost is not None:
+                self._on_lost()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def open_tether(path: str, *, epoch: int, clock: Clock, deadline: float) -> Tether | None:
+    """Open a tether to the server of this epoch; None where there is none.
+
+    Raises:
+        LMLiveError: The server refused; its own word.
+    """
+    sock = await _connect(path, clock, deadline)
+    if sock is None:
+        return None
+    tether = Tether(sock, clock)
+    try:
+        await tether.greet(deadline)
+    except (RequestTimeout, ServerUnavailable) as error:
+        log.info("no tether path=%s reason=%s", path, in_words(error))
+        tether.close()
+        return None
+    except BaseException:
+        tether.close()
+        raise
+    if tether.epoch != epoch:
+        log.warning("no tether path=%s reason=another server listens there", path)
+        tether.close()
+        return None
+    return tether
+
+
+async def _connect(path: str, clock: Clock, deadline: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(path)
+            return sock
+        except BlockingIOError:  # its queue is full
+            if clock.now() >= deadline:
+                break
+        except OSError as error:
+            log.info("no tether path=%s reason=%s", path, in_words(error))
+            break
+        try:
+            await asyncio.sleep(_AGAIN)
+        except BaseException:
+            sock.close()
+            raise
+    sock.close()
+    return None
+
+
+def _server_pidfd(sock: socket.socket) -> int:
+    """Give a descriptor of the process at the other end; -1 where the kernel does not name it."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # an older kernel
+        pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except OSError:  # it exited: the socket's end says so too
+        return -1
