@@ -45,7 +45,8 @@ class EventLog:
         start = min(max(0, seq + 1 - first), len(self._events))
         found = list(islice(self._events, start, start + maximum))
         if seq + 1 < first and seq >= 0:
-            lost: Event = {"seq": first - 1, "kind": "lost", "count": first - 1 - seq, "first_seq": first}
+            at = self._events[0]["at"]
+            lost: Event = {"seq": first - 1, "kind": "lost", "at": at, "count": first - 1 - seq, "first_seq": first}
             return [lost, *found]
         return found
 

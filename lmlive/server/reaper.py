@@ -90,9 +90,11 @@ class Reaper:
         self._catching_up = False
         self._catch_up_by = 0.0
         self._releases: dict[ContextEntry, _Release] = {}
+        self._release_scheduled = False
+        self._unsettled = 0
         self._settled = asyncio.Event()
         self._settled.set()
-        books.entries.on_releasable = self._release_all
+        books.entries.on_releasable = self._release_soon
 
     @property
     def last_scan_age(self) -> float | None:
@@ -195,16 +197,26 @@ class Reaper:
         """Wait until every release is done or stuck; a release's deadline bounds this."""
         await self._settled.wait()
 
+    def _release_soon(self) -> None:
+        """Begin releases once the loop has done what is due now: when many die at once, all are reaped first."""
+        if not self._release_scheduled:
+            self._release_scheduled = True
+            self._settled.clear()
+            self._books.later(0.0, self._release_all)
+
     def _release_all(self) -> None:
+        self._release_scheduled = False
         ready = self._books.entries.releasable
         while ready:
             self._release(ready.popleft())
+        if not self._unsettled:
+            self._settled.set()
 
     def _release(self, entry: ContextEntry) -> None:
         if entry.context is None:
             self._books.entries.released(entry)
             return
-        self._settled.clear()
+        self._unsettled += 1
         cancel = self._books.later(RELEASE_SECONDS, partial(self._overdue, entry))
         self._releases[entry] = _Release(self._books.clock.now(), entry.mapped_bytes, cancel)
         self._lanes.submit(Work(Lane.RELEASE, entry.context.close, partial(self._closed, entry)))
@@ -213,25 +225,26 @@ class Reaper:
         release = self._releases.pop(entry)
         release.cancel()
         facts = self._facts(entry, release)
+        if entry.state is EntryState.RELEASING:
+            self._one_settled()
         if error is not None:
             self._books.entries.stuck(entry)
-            self._look_whether_settled()
             note(log, logging.ERROR, "release_failed", facts | {"error": str(error)})
             return
         self._books.entries.released(entry)
-        self._look_whether_settled()
         note(log, logging.INFO, "released", facts)
         self._books.emit("released", **facts)
 
     def _overdue(self, entry: ContextEntry) -> None:
         self._books.entries.stuck(entry)
-        self._look_whether_settled()
+        self._one_settled()
         facts = self._facts(entry, self._releases[entry])
         note(log, logging.ERROR, "stuck", facts)
         self._books.emit("stuck", **facts)
 
-    def _look_whether_settled(self) -> None:
-        if all(entry.state is not EntryState.RELEASING for entry in self._releases):
+    def _one_settled(self) -> None:
+        self._unsettled -= 1
+        if not self._unsettled and not self._release_scheduled:
             self._settled.set()
 
     def _facts(self, entry: ContextEntry, release: _Release) -> dict[str, object]:

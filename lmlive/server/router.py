@@ -132,8 +132,7 @@ class Router:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sock = context.socket(zmq.ROUTER)
         with contextlib.ExitStack() as undo:
-            undo.callback(context.term)
-            undo.callback(sock.close, 0)
+            undo.callback(context.destroy, 0)
             configure(sock, high_water=self._high_water, max_frame_bytes=2 * self._max_message_bytes)
             self._door = Doorkeeper(self._loop, sock, self._max_connections)
             undo.callback(self._door.close)
@@ -219,11 +218,8 @@ class Router:
         for kept in self._outbox.values():
             self.dropped_full += len(kept)
         self._outbox.clear()
-        for url in self.urls:
-            with contextlib.suppress(zmq.ZMQError):
-                self._sock.unbind(url)
-        self._door.close()
         self._sock.close(int(self._linger * 1000))
+        self._door.close()
         await in_thread(self._context.term)  # libzmq waits for its I/O thread: ``linger`` if a peer does not read
 
     # Reading

@@ -36,6 +36,9 @@ def configure(sock: zmq.Socket[bytes], *, high_water: int, max_frame_bytes: int)
     """Set what must be set before the first bind."""
     for option, value in (
         (zmq.ROUTER_MANDATORY, 1),  # a reply to nobody is an error, not silence
+        # What a peer left unread is dropped when it disconnects. It must be set before the bind: a listener keeps the
+        # value of that moment for its connections, and the default would keep them, and the context's end, for ever.
+        (zmq.LINGER, 0),
         (zmq.SNDHWM, high_water),
         (zmq.RCVHWM, high_water),
         (zmq.MAXMSGSIZE, max_frame_bytes),
@@ -144,7 +147,6 @@ class Doorkeeper:
         self._open: set[int] = set()
         self._shaking: dict[int, None] = {}
         self._failed = False
-        self._router = router
         context = router.context
         # ROUTER, not REP: an answer that cannot be sent must not put the socket out of step for good.
         self._zap = context.socket(zmq.ROUTER)
@@ -166,10 +168,9 @@ class Doorkeeper:
         return len(self._open)
 
     def close(self) -> None:
-        """Stop both; the ROUTER must have stopped listening."""
+        """Stop reading and close both sockets; after the ROUTER, which asks and tells until its own end."""
         self._requests.stop()
         self._events.stop()
-        self._router.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)
 

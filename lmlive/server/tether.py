@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import socket
+from functools import partial
 
 from lmlive.errors import InternalError, InvalidPayload, LMLiveError, NotOwner, ServerBusy
 from lmlive.liveness.evidence import Evidence, Exit
@@ -31,6 +32,9 @@ log = logging.getLogger("lmlive.server")
 
 UNUSED_SECONDS = 10.0
 """How long descriptors wait for the REGISTER that names them."""
+
+SUSPICION_SECONDS = 0.05
+"""How long after the end of its socket a process that has not exited is reported as suspect."""
 
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_AGAIN = 0.1
@@ -264,15 +268,21 @@ class Tethers:
         registration = self._registered(record)
         if registration is not None:
             self._books.roster.channel_lost(registration.instance_id, registration.generation)
-            facts: dict[str, object] = {
-                "instance_id": str(registration.instance_id),
-                "generation": registration.generation,
-                "reason": "channel_lost",
-                "model": registration.model,
-                "pid": registration.pid,
-            }
-            note(log, logging.INFO, "suspect", facts)
-            self._books.emit("suspect", **facts)
+            self._books.later(SUSPICION_SECONDS, partial(self._tell_lost, record, registration))
+
+    def _tell_lost(self, record: TetherRecord, registration: Registration) -> None:
+        """Say that a channel was lost, if it is more than the first sign of the process's exit."""
+        if record.open or self._registered(record) is not registration or not registration.suspect:
+            return
+        facts: dict[str, object] = {
+            "instance_id": str(registration.instance_id),
+            "generation": registration.generation,
+            "reason": "channel_lost",
+            "model": registration.model,
+            "pid": registration.pid,
+        }
+        note(log, logging.INFO, "suspect", facts)
+        self._books.emit("suspect", **facts)
 
     def _on_exit(self, peer: Peer) -> None:
         """The process ended: proof. What is pending from it means nothing any more."""

@@ -21,7 +21,7 @@ from lmlive.cache.keys import chunk_keys
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import ForkedProcess, LMLiveError, NotOwner, ProtocolError, RequestTimeout, StaleEpoch, WorkerClosed
-from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, parse_reply
+from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, Unregister, parse_reply
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.blocks import count_tokens
 from lmlive.worker.gate import Gate
@@ -39,6 +39,7 @@ log = logging.getLogger("lmlive.worker")
 
 _FATAL = (NotOwner, ProtocolError)
 _AGAIN = 0.5
+_FAREWELL = 0.5
 _SPACING = 0.05
 
 
@@ -173,16 +174,24 @@ class Scheduler:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection; idempotent."""
+        """End the leases and the connection; idempotent. A server that does not answer is not waited for."""
         if os.getpid() != self._pid:
             return
         context, self._context = self._context, None
         if context is None:
             return
-        self._facts = None
+        facts, self._facts = self._facts, None
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
+        if self._link is not None and facts is not None and self._gate is not None and self._gate.passes():
+            # Leases end with their owner, and while this process lives only its secret's end says that the owner left.
+            await self._link.request(
+                Verb.UNREGISTER,
+                Unregister(self._secret).to_payload(),
+                deadline=self._clock.now() + _FAREWELL,
+                connect_within=_FAREWELL,
+            )
         if self._gate is not None:
             await self._gate.close()
         self._drop_tether()

@@ -121,7 +121,7 @@ def test_events_that_are_gone_are_named() -> None:
     assert events.after(99, 10) == []
     assert events.after(2**64 - 1, 10) == []
     lost, *kept = events.after(0, 2)
-    assert lost == {"seq": 2, "kind": "lost", "count": 2, "first_seq": 3}
+    assert lost == {"seq": 2, "kind": "lost", "at": 2.0, "count": 2, "first_seq": 3}
     assert [event["seq"] for event in kept] == [3, 4]
 
 

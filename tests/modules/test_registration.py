@@ -18,7 +18,7 @@ from lmlive.liveness.evidence import Evidence
 from lmlive.modules.handler import Lane
 from lmlive.modules.registration import OPENINGS_PER_THREAD
 from lmlive.protocol.messages import CudaHandle, Group, Plane, RegisterReply
-from tests.modules.registry import BARE, BLOCK, NBYTES, OTHER, RUN, SECRET, Registry, fd_handle, register
+from tests.modules.registry import BARE, BLOCK, NBYTES, OTHER, RUN, Registry, fd_handle, register
 
 
 def descriptors() -> int:
@@ -348,4 +348,3 @@ def test_a_table_owns_each_descriptor_until_it_is_taken_or_closed() -> None:
     record.table.close()
     record.table.close()
     assert record.table.waiting.count == 0
-    assert SECRET != OTHER

@@ -223,6 +223,7 @@ def test_a_release_runs_in_its_lane_and_is_told() -> None:
     watch = Watchman()
     entry = watch.registry.registered()
     watch.registry.unregister()
+    watch.registry.pass_time(0.0)
     [work] = watch.lanes.works
     assert work.lane is Lane.RELEASE
     assert entry.state.value == "releasing"
@@ -238,7 +239,9 @@ def test_a_release_runs_in_its_lane_and_is_told() -> None:
 def test_an_entry_without_memory_is_released_at_once() -> None:
     watch = Watchman()
     watch.registry.register(**BARE)
-    assert watch.registry.unregister().answer == [True]
+    asked = watch.registry.unregister()
+    watch.registry.pass_time(0.0)
+    assert asked.answer == [True]
     assert watch.books.entries.releases.done == 1
 
 
@@ -246,6 +249,7 @@ def test_a_release_past_its_deadline_is_stuck_and_a_late_success_counts() -> Non
     watch = Watchman()
     entry = watch.registry.registered()
     watch.registry.unregister()
+    watch.registry.pass_time(0.0)
     watch.registry.pass_time(RELEASE_SECONDS)
     assert entry.state.value == "stuck"
     assert watch.last_event()["kind"] == "stuck"
@@ -256,6 +260,7 @@ def test_a_release_past_its_deadline_is_stuck_and_a_late_success_counts() -> Non
     assert entry.state.value == "released"
     assert watch.books.entries.stuck_count == 0
     watch.registry.unregister(8, OTHER)
+    watch.registry.pass_time(0.0)
     watch.lanes.run()
 
 
@@ -263,6 +268,7 @@ def test_a_release_that_fails_stays_in_sight(caplog: pytest.LogCaptureFixture) -
     watch = Watchman()
     watch.registry.registered()
     watch.registry.unregister()
+    watch.registry.pass_time(0.0)
     watch.lanes.run(HandleCloseError("1 of 1 mappings could not be closed"))
     assert watch.books.entries.stuck_count == 1
     assert "release_failed" in caplog.text

@@ -368,3 +368,13 @@ async def test_what_was_sent_before_the_close_arrives() -> None:
             desk.router.send(desk.seen[0][0], [b"%d" % number])
         await desk.router.close()
         assert [await answer(peer) for _ in range(500)] == [[b"%d" % number] for number in range(500)]
+
+
+async def test_replies_that_a_vanished_peer_did_not_read_do_not_hold_up_the_close() -> None:
+    for _ in range(20):
+        async with answering(TCP) as desk:
+            assert desk.router._sock.getsockopt(zmq.LINGER) == 0  # at the bind, which is what counts
+            async with dealers(desk.router.urls[0]) as (peer,):
+                for _ in range(10):
+                    await peer.send(bytes(1 << 20))
+                await eventually(lambda desk=desk: desk.router.frames == 10)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from lmlive.protocol.verbs import Role
 from lmlive.server import evidence
 from lmlive.server.lanes import in_thread
 from lmlive.server.rundir import RunDir
-from lmlive.server.tether import UNUSED_SECONDS, Tethers
+from lmlive.server.tether import SUSPICION_SECONDS, UNUSED_SECONDS, Tethers
 from tests.conftest import eventually
 from tests.modules.registry import BARE, OTHER, SECRET, Registry
 
@@ -194,6 +194,8 @@ async def test_the_end_of_the_socket_is_suspicion_and_a_new_one_clears_it(house:
     end.close()
     await eventually(lambda: live.suspect)
     assert not live.shown_alive
+    assert house.registry.kinds() == ["registered"]
+    house.registry.pass_time(SUSPICION_SECONDS)
     assert house.registry.kinds() == ["registered", "suspect"]
     again = await house.connect()
     await say(again, offer())

@@ -46,7 +46,8 @@ async def test_its_tether_says_that_it_is_a_scheduler(server: FakeServer) -> Non
 async def test_it_never_registers_and_never_pings_with_an_id(server: FakeServer) -> None:
     async with make(server) as scheduler:
         await scheduler.lookup(TOKENS)
-    assert {request.verb for request in server.requests} == {Verb.HELLO, Verb.LOOKUP}
+    # at the end it gives up its secret, and with it its leases
+    assert {request.verb for request in server.requests} == {Verb.HELLO, Verb.LOOKUP, Verb.UNREGISTER}
 
 
 async def test_release_ends_a_lease(server: FakeServer) -> None:
