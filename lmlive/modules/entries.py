@@ -2,7 +2,7 @@
 
 A ``ContextEntry`` is one generation's cache context and its borrows; liveness is the registration's business, not
 this file's. An entry is live while its registration is, then condemned while a transfer still borrows it, then
-releasing, then released or stuck. It becomes releasable exactly once; closing it is the reaper's work, off the loop.
+releasing, then released or stuck. It becomes releasable exactly once; the server closes it off the loop.
 
 Loop thread only.
 """
@@ -210,4 +210,4 @@ class Entries:
 
 
 def _nothing() -> None:
-    """Stand in until the reaper asks to be told."""
+    """Stand in until somebody asks to be told."""

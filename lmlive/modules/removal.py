@@ -1,7 +1,7 @@
 """The one way out of the roster: reap, unregister, supersede and close all end here.
 
 Owners detach, then mirrors drop, before any successor is installed. An exception in one target never spares the
-others. Nothing is closed here: a detached entry becomes releasable, and the reaper closes it off the loop.
+others. Nothing is closed here: a detached entry becomes releasable, and is closed off the loop.
 
 Loop thread only.
 """

@@ -30,6 +30,7 @@ from lmlive.modules.entries import Entries
 from lmlive.server.dispatcher import Dispatcher
 from lmlive.server.lanes import Lanes
 from lmlive.server.reaper import Reaper, tick_interval
+from lmlive.server.releases import Releases
 from lmlive.server.router import Router
 from lmlive.server.rundir import RunDir
 from lmlive.server.tether import Tethers
@@ -140,7 +141,8 @@ class Parts:
         self.dispatcher.answer_over(self.door)
         self.books.readmit = self.dispatcher.readmit
         self.tethers = Tethers(self.books)
-        self.reaper = Reaper(self.books, self.lanes, self.door, self.tethers.sweep)
+        self.releases = Releases(self.books, self.lanes)
+        self.reaper = Reaper(self.books, self.door, self.tethers.sweep)
 
     def open_run_dir(self) -> None:
         """Bind every unix socket: the door's, and a tether's beside each; blocks, so a thread does it at the start.

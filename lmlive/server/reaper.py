@@ -1,9 +1,8 @@
-"""The reaper: it keeps the watch, passes the verdicts on silence, and sees that what was detached is released.
+"""The reaper: it keeps the watch and passes the verdicts on silence.
 
 One task ticks. A tick measures watched time; each scan asks the roster and the embedder's targets who has been silent
-for too long. After a stall nothing is judged before everything that waited meanwhile was read. Closing mappings is
-never awaited here: each release has a thread of the release lane and a deadline; one that misses it is reported as
-stuck and keeps its thread, and neither scans nor the server's end wait for it.
+for too long. After a stall nothing is judged before everything that waited meanwhile was read. What a verdict detaches
+is closed by ``lmlive.server.releases``, so that no release holds a scan.
 
 Loop thread only.
 """
@@ -12,22 +11,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from lmlive.liveness.roster import Reason, Registration, SilenceWarning
 from lmlive.liveness.watch import STEP_LIMIT, Moment
-from lmlive.modules.books import Books, Cancel
-from lmlive.modules.entries import ContextEntry, EntryState
+from lmlive.modules.books import Books
 from lmlive.modules.events import note
-from lmlive.modules.handler import Lane, Work
 from lmlive.modules.removal import remove, tell
 
 log = logging.getLogger("lmlive.server")
-
-RELEASE_SECONDS = 2.0
-"""How long a release may take before it is called stuck."""
 
 LONGEST_TICK = 1.0
 
@@ -48,40 +40,21 @@ class Door(Protocol):
         ...
 
 
-class Workshop(Protocol):
-    """Where releases run."""
-
-    def submit(self, work: Work) -> None:
-        """Run it in its lane, then settle it on the loop, whatever happens."""
-        ...
-
-
-@dataclass(slots=True)
-class _Release:
-    """One release on its way."""
-
-    began: float
-    mapped_bytes: int
-    cancel: Cancel
-
-
 class Reaper:
-    """Ticks, scans, releases.
+    """Ticks and scans.
 
-    Lifecycle: ``start``, then ``stop``; releases go on being seen to after that.
+    Lifecycle: ``start``, then ``stop``.
 
     Args:
         books: The server's state.
-        lanes: The lanes.
         door: The router.
         sweep: Called on each tick, for whoever keeps things that grow old.
     """
 
-    def __init__(self, books: Books, lanes: Workshop, door: Door, sweep: Callable[[], None]) -> None:
+    def __init__(self, books: Books, door: Door, sweep: Callable[[], None]) -> None:
         self.interval = tick_interval(books.policy.scan_interval)
         self.last_scan: float | None = None
         self._books = books
-        self._lanes = lanes
         self._door = door
         self._sweep = sweep
         self._task: asyncio.Task[None] | None = None
@@ -89,12 +62,6 @@ class Reaper:
         self._scan_due = books.clock.now() + books.policy.scan_interval
         self._catching_up = False
         self._catch_up_by = 0.0
-        self._releases: dict[ContextEntry, _Release] = {}
-        self._release_scheduled = False
-        self._unsettled = 0
-        self._settled = asyncio.Event()
-        self._settled.set()
-        books.entries.on_releasable = self._release_soon
 
     @property
     def last_scan_age(self) -> float | None:
@@ -151,6 +118,9 @@ class Reaper:
         """Pass the verdicts."""
         books = self._books
         self.last_scan = books.clock.now()
+        for entry in books.entries:
+            if entry.live and entry.in_flight:  # a transfer that runs is a sign of life until it ends
+                books.roster.touch(entry.instance_id, entry.generation, moment)
         found = books.roster.scan(moment)
         for warning in found.warnings:
             self._warn(warning)
@@ -190,67 +160,3 @@ class Reaper:
         }
         note(log, logging.WARNING, "held", facts)
         self._books.emit("held", **facts)
-
-    # Releases
-
-    async def settled(self) -> None:
-        """Wait until every release is done or stuck; a release's deadline bounds this."""
-        await self._settled.wait()
-
-    def _release_soon(self) -> None:
-        """Begin releases once the loop has done what is due now: when many die at once, all are reaped first."""
-        if not self._release_scheduled:
-            self._release_scheduled = True
-            self._settled.clear()
-            self._books.later(0.0, self._release_all)
-
-    def _release_all(self) -> None:
-        self._release_scheduled = False
-        ready = self._books.entries.releasable
-        while ready:
-            self._release(ready.popleft())
-        if not self._unsettled:
-            self._settled.set()
-
-    def _release(self, entry: ContextEntry) -> None:
-        if entry.context is None:
-            self._books.entries.released(entry)
-            return
-        self._unsettled += 1
-        cancel = self._books.later(RELEASE_SECONDS, partial(self._overdue, entry))
-        self._releases[entry] = _Release(self._books.clock.now(), entry.mapped_bytes, cancel)
-        self._lanes.submit(Work(Lane.RELEASE, entry.context.close, partial(self._closed, entry)))
-
-    def _closed(self, entry: ContextEntry, _: object | None, error: BaseException | None) -> None:
-        release = self._releases.pop(entry)
-        release.cancel()
-        facts = self._facts(entry, release)
-        if entry.state is EntryState.RELEASING:
-            self._one_settled()
-        if error is not None:
-            self._books.entries.stuck(entry)
-            note(log, logging.ERROR, "release_failed", facts | {"error": str(error)})
-            return
-        self._books.entries.released(entry)
-        note(log, logging.INFO, "released", facts)
-        self._books.emit("released", **facts)
-
-    def _overdue(self, entry: ContextEntry) -> None:
-        self._books.entries.stuck(entry)
-        self._one_settled()
-        facts = self._facts(entry, self._releases[entry])
-        note(log, logging.ERROR, "stuck", facts)
-        self._books.emit("stuck", **facts)
-
-    def _one_settled(self) -> None:
-        self._unsettled -= 1
-        if not self._unsettled and not self._release_scheduled:
-            self._settled.set()
-
-    def _facts(self, entry: ContextEntry, release: _Release) -> dict[str, object]:
-        return {
-            "instance_id": str(entry.instance_id),
-            "generation": entry.generation,
-            "mapped_bytes": release.mapped_bytes,
-            "seconds": round(self._books.clock.now() - release.began, 6),
-        }

@@ -253,7 +253,7 @@ class LivenessServer:
             for removal in books.roster.remove_all(books.moment()):
                 remove(books, removal)
             await self._quiet(parts, CUT_OFF_SECONDS, asyncio.Event())
-            await parts.reaper.settled()
+            await parts.releases.settled()
             await self._close_lanes(parts)
             # A call whose work still runs gets no answer: to its worker that would mean that nothing touches its
             # memory any more. Only the end of this process can say so.

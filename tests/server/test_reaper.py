@@ -2,12 +2,10 @@ import asyncio
 
 import pytest
 
-from lmlive.errors import HandleCloseError
 from lmlive.liveness.target import InstanceLivenessTarget
-from lmlive.modules.handler import Lane, Work
-from lmlive.server.reaper import RELEASE_SECONDS, Reaper, tick_interval
+from lmlive.server.reaper import Reaper, tick_interval
 from tests.conftest import eventually
-from tests.modules.registry import BARE, OTHER, Registry
+from tests.modules.registry import BARE, Registry
 
 
 class Door:
@@ -20,21 +18,6 @@ class Door:
         return self.caught_up
 
 
-class Lanes:
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-
-    def submit(self, work: Work) -> None:
-        self.works.append(work)
-
-    def run(self, error: BaseException | None = None) -> None:
-        work = self.works.pop(0)
-        if error is None:
-            work.settle(work.run(), None)
-        else:
-            work.settle(None, error)
-
-
 class Watchman:
     """A reaper whose ticks a test makes."""
 
@@ -42,9 +25,8 @@ class Watchman:
         self.registry = Registry(targets)
         self.books = self.registry.books
         self.door = Door()
-        self.lanes = Lanes()
         self.sweeps = 0
-        self.reaper = Reaper(self.books, self.lanes, self.door, self._sweep)
+        self.reaper = Reaper(self.books, self.door, self._sweep)
 
     def _sweep(self) -> None:
         self.sweeps += 1
@@ -163,6 +145,18 @@ def test_a_proven_process_is_held_and_said_so_once() -> None:
     assert not live.held
 
 
+def test_a_transfer_that_runs_is_a_sign_of_life_until_it_ends() -> None:
+    watch = Watchman()
+    entry = watch.registry.registered()
+    watch.ping()
+    assert watch.books.entries.borrow(entry.generation) is entry
+    watch.pass_time(2000)
+    assert watch.tracked == 1
+    watch.books.give_back(entry)
+    watch.pass_time(120 + 600 + 31)
+    assert watch.tracked == 0
+
+
 def test_warnings_name_the_setting(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watchman()
     watch.registry.register(**BARE)
@@ -217,62 +211,6 @@ def test_leases_end_and_the_sweep_is_made_on_each_tick() -> None:
     watch.pass_time(2)
     assert len(watch.books.leases) == 0
     assert watch.sweeps == 61
-
-
-def test_a_release_runs_in_its_lane_and_is_told() -> None:
-    watch = Watchman()
-    entry = watch.registry.registered()
-    watch.registry.unregister()
-    watch.registry.pass_time(0.0)
-    [work] = watch.lanes.works
-    assert work.lane is Lane.RELEASE
-    assert entry.state.value == "releasing"
-    assert not watch.reaper._settled.is_set()
-    watch.lanes.run()
-    assert entry.state.value == "released"
-    assert watch.reaper._settled.is_set()
-    assert watch.last_event()["kind"] == "released"
-    assert watch.last_event()["mapped_bytes"] == 512
-    assert watch.registry.timers == []
-
-
-def test_an_entry_without_memory_is_released_at_once() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    asked = watch.registry.unregister()
-    watch.registry.pass_time(0.0)
-    assert asked.answer == [True]
-    assert watch.books.entries.releases.done == 1
-
-
-def test_a_release_past_its_deadline_is_stuck_and_a_late_success_counts() -> None:
-    watch = Watchman()
-    entry = watch.registry.registered()
-    watch.registry.unregister()
-    watch.registry.pass_time(0.0)
-    watch.registry.pass_time(RELEASE_SECONDS)
-    assert entry.state.value == "stuck"
-    assert watch.last_event()["kind"] == "stuck"
-    assert watch.books.entries.stuck_count == 1
-    watch.registry.registered(8, secret=OTHER)
-    watch.pass_time(60)
-    watch.lanes.run()
-    assert entry.state.value == "released"
-    assert watch.books.entries.stuck_count == 0
-    watch.registry.unregister(8, OTHER)
-    watch.registry.pass_time(0.0)
-    watch.lanes.run()
-
-
-def test_a_release_that_fails_stays_in_sight(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watchman()
-    watch.registry.registered()
-    watch.registry.unregister()
-    watch.registry.pass_time(0.0)
-    watch.lanes.run(HandleCloseError("1 of 1 mappings could not be closed"))
-    assert watch.books.entries.stuck_count == 1
-    assert "release_failed" in caplog.text
-    assert watch.registry.timers != []
 
 
 async def test_the_task_ticks_and_survives_a_broken_tick(caplog: pytest.LogCaptureFixture) -> None:
