@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 
 import hypothesis
 import pytest
+import zmq
 from blockbuster import BlockBuster
 
 from tests import guards
@@ -26,6 +27,8 @@ T = TypeVar("T")
 hypothesis.settings.register_profile("lmlive", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("lmlive"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "lmlive")
+
+zmq.Frame(b"x", copy=False)  # pyzmq's thread that follows large messages is one per process, and no test's leak
 
 _blockbuster = BlockBuster(
     "lmlive", excluded_modules=["lmlive.testing"]

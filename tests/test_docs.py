@@ -1,5 +1,7 @@
 import contextlib
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lmlive.server import status
+from lmlive.server.status import ServerStatus
 from tests.pages import Script, commands, links, matches, scripts, with_tables
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +99,44 @@ def test_the_tables_of_settings_are_in_sync() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [str(target) for target in links(page) if not target.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_a_page_lead_to_a_section(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./]*\.md)?#([^)\s]+)\)", page.read_text()):
+        titles = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_each_race_names_tests_that_exist() -> None:
+    section = (ROOT / "docs/liveness.md").read_text().partition("## Every race, its rule, its test\n")[2]
+    rows = [row for row in section.partition("\n## ")[0].splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 30
+    assert [row for row in rows if not re.search(r"\]\(", row)] == []
+    for name, path in re.findall(r"\[([^]]+)\]\(\.\./([^)]+)\)", "".join(rows)):
+        test = f"def test_{name.replace(' ', '_')}("
+        file = ROOT / path
+        assert name == file.stem or re.search(rf"^(?:async )?{re.escape(test)}", file.read_text(), re.MULTILINE), (
+            f"{path} has no test named '{name}'"
+        )
+
+
+def test_every_field_of_the_status_is_explained() -> None:
+    table = (ROOT / "docs/operations.md").read_text().partition("## The status\n")[2].partition("\n## ")[0]
+    explained = {name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)}
+    assert fields_of(ServerStatus) - explained == set()
+
+
+def fields_of(part: type) -> set[str]:
+    """Name the fields of a part of the status, and of the parts in it that have a class of their own."""
+    found = set()
+    for field in dataclasses.fields(part):
+        found.add(field.name)
+        for word in re.findall(r"\w+", str(field.type)):
+            inner = getattr(status, word, None)
+            if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+                found |= fields_of(inner)
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from examples.demo.processes import EngineProcess, maps_inode
 from lmlive.clock import MonotonicClock
 from lmlive.protocol.messages import Events
 from lmlive.protocol.verbs import Verb
-from lmlive.server.http.asker import Asker
+from lmlive.server.asker import Asker
 from lmlive.testing import ServerProcess
 
 BIG_CACHE_BYTES = 512 << 20
@@ -49,6 +49,11 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0)
     return False
 
 
+def words(facts: Mapping[str, object]) -> str:
+    """Give facts as ``key=value`` words, without those that are unknown."""
+    return " ".join(f"{key}={value}" for key, value in facts.items() if value is not None)
+
+
 def read_status(http: str) -> dict[str, Any]:
     """Ask the server's ``/status``."""
     with urllib.request.urlopen(f"{http}/status", timeout=5.0) as reply:  # noqa: S310 - our own loopback server
@@ -68,7 +73,8 @@ def read_events(url: str) -> list[dict[str, Any]]:
 async def share_a_prefix(timeline: Timeline, url: str) -> tuple[EngineProcess, EngineProcess]:
     """Engine A stores a prompt's prefix, engine B loads it; B's output must be that of a run without lmlive."""
     a, b = await asyncio.gather(EngineProcess.start("engine A", url), EngineProcess.start("engine B", url))
-    timeline.say("demo", f"engines registered: A {a.first_line}, B {b.first_line}")
+    for name, engine in (("A", a), ("B", b)):
+        timeline.say(name, f"registered {words(json.loads(engine.first_line))}")
 
     stored = await a.ask("generate")
     timeline.say(
@@ -129,8 +135,10 @@ def report_death(timeline: Timeline, events: list[dict[str, Any]], died: float) 
     """Print what the server's events say about the dead engine."""
     for event in events:
         if event["kind"] in ("reaped", "released", "store_aborted"):
-            facts = {key: value for key, value in event.items() if key not in ("kind", "seq", "at", "instance_id")}
-            timeline.say("server", f"{event['kind']:<13} {(event['at'] - died) * 1e3:+8.1f} ms from A's exit  {facts}")
+            facts = words({key: event[key] for key in event if key not in ("kind", "seq", "at", "instance_id")})
+            milliseconds = (event["at"] - died) * 1e3
+            early = " (before the parent saw the exit)" if milliseconds < 0 else ""
+            timeline.say("server", f"{event['kind']:<13} {milliseconds:+.1f} ms from A's exit{early} {facts}")
 
 
 async def lose_the_server(timeline: Timeline, server: ServerProcess, b: EngineProcess) -> None:
@@ -162,7 +170,7 @@ async def find_the_new_server(timeline: Timeline, server: ServerProcess, b: Engi
 
 def announce(timeline: Timeline, server: ServerProcess) -> None:
     """Print what the server said when it was ready."""
-    timeline.say("server", "ready " + " ".join(f"{name}={value}" for name, value in server.ready.items()))
+    timeline.say("server", f"ready {words(server.ready)}")
 
 
 async def run(timeline: Timeline, run_dir: Path, engines: list[EngineProcess]) -> None:

@@ -2,19 +2,19 @@
 
 Arithmetic on offsets, no memory of its own; one owner (the loop thread). Extents never overlap, their bytes are
 conserved, and neighbours that are free are one range at once, so that equal sizes come back exactly as they went.
+
+A prompt's chunks come and go together, so extents are taken and freed by the array: what is contiguous costs one range.
 """
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from lmlive.errors import InternalError
 
-
-class Extent(NamedTuple):
-    """A run of bytes in the arena."""
-
-    offset: int
-    nbytes: int
+Offsets = npt.NDArray[np.int64]
 
 
 class Arena:
@@ -48,30 +48,48 @@ class Arena:
         """Give what an extent of so many bytes takes up."""
         return -(-nbytes // self._alignment) * self._alignment
 
-    def allocate(self, nbytes: int) -> Extent | None:
-        """Take an extent from the smallest free range that holds it; None if there is none."""
+    def allocate(self, nbytes: int, count: int = 1) -> Offsets:
+        """Take extents of one size, each from the smallest free range that holds it; fewer where there are no more."""
         if nbytes < 1:
             raise InternalError("an extent has at least one byte", nbytes=nbytes)
         length = self.size_of(nbytes)
-        at = bisect_left(self._lengths, length)
-        if at == len(self._lengths):
-            return None
-        found = self._lengths[at]
-        offset = self._pop(found)
-        if found > length:
-            self._add(offset + length, found - length)
-        self._taken[offset] = nbytes
-        self.used_bytes += length
-        return Extent(offset, nbytes)
+        offsets: list[int] = []
+        while len(offsets) < count:
+            at = bisect_left(self._lengths, length)
+            if at == len(self._lengths):
+                break
+            # What is left of the smallest range is smaller still: it gives the next extent too while it can.
+            found = self._lengths[at]
+            left, each = count - len(offsets), found // length
+            for start in self._pop(found, max(1, left // each)):
+                end = start + min(left, each) * length
+                offsets.extend(range(start, end, length))
+                if end < start + found:
+                    self._add(end, start + found - end)
+        self._taken.update(zip(offsets, repeat(nbytes)))
+        self.used_bytes += len(offsets) * length
+        return np.array(offsets, np.int64)
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back, once."""
-        if self._taken.get(extent.offset) != extent.nbytes:
-            raise InternalError("an extent is freed once", offset=extent.offset, nbytes=extent.nbytes)
-        del self._taken[extent.offset]
-        start = extent.offset
-        length = self.size_of(extent.nbytes)
-        self.used_bytes -= length
+    def free(self, offsets: Offsets, nbytes: Offsets) -> None:
+        """Give extents back, each once, whole."""
+        order = offsets.argsort()
+        starts = offsets[order]
+        named = starts.tolist()
+        if list(map(self._taken.get, named)) != nbytes[order].tolist() or not (starts[1:] > starts[:-1]).all():
+            raise InternalError("an extent is freed once", offsets=named[:8])
+        for offset in named:
+            del self._taken[offset]
+        lengths = -(-nbytes[order] // self._alignment) * self._alignment
+        self.used_bytes -= int(lengths.sum())
+        ends = starts + lengths
+        apart = starts[1:] != ends[:-1]
+        firsts = starts[np.concatenate(([True], apart))] if named else starts
+        lasts = ends[np.concatenate((apart, [True]))] if named else ends
+        for start, end in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            self._release(start, end - start)
+
+    def _release(self, start: int, length: int) -> None:
+        """Make a range free, one with the free ranges beside it."""
         after = self._starts.get(start + length)
         if after is not None:
             self._remove(start + length, after)
@@ -93,21 +111,22 @@ class Arena:
         else:
             offsets[offset] = None
 
-    def _pop(self, length: int) -> int:
-        """Take the range of this length that was freed last: its pages are warm."""
+    def _pop(self, length: int, most: int) -> list[int]:
+        """Take at most so many ranges of this length, first the one that was freed last: its pages are warm."""
         offsets = self._sizes[length]
-        offset, _ = offsets.popitem()
-        self._forget(offset, length, offsets)
-        return offset
+        taken = [offsets.popitem()[0] for _ in range(min(most, len(offsets)))]
+        for offset in taken:
+            del self._starts[offset], self._ends[offset + length]
+        self._forget_length(length, offsets)
+        return taken
 
     def _remove(self, offset: int, length: int) -> None:
         offsets = self._sizes[length]
         del offsets[offset]
-        self._forget(offset, length, offsets)
+        del self._starts[offset], self._ends[offset + length]
+        self._forget_length(length, offsets)
 
-    def _forget(self, offset: int, length: int, offsets: dict[int, None]) -> None:
-        del self._starts[offset]
-        del self._ends[offset + length]
+    def _forget_length(self, length: int, offsets: dict[int, None]) -> None:
         if not offsets:
             del self._sizes[length]
             del self._lengths[bisect_left(self._lengths, length)]

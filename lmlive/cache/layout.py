@@ -10,7 +10,7 @@ bytes at ``offset + b * stride``.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -23,6 +23,7 @@ from lmlive.errors import InvalidHandle, InvalidLayout
 
 RUN_UNIT = 8  # copies go through 8-byte words
 MAX_GROUPS = 64
+MAX_PLANES = 4096  # of all groups: what the wire takes
 MAX_BLOCKS = 2**32  # block ids are uint32
 _MAX_INT = 2**63 - 1
 _MAX_AXES = 32
@@ -101,15 +102,18 @@ class KVLayout:
         """
         dicts = list(kv_caches) if isinstance(kv_caches, list | tuple) else [kv_caches]
         sizes = list(block_tokens) if isinstance(block_tokens, list | tuple) else [block_tokens] * len(dicts)
-        if not dicts or len(sizes) != len(dicts):
-            raise _invalid("", "block_tokens" if dicts else "groups", "give one block_tokens for each group of tensors")
+        if not 1 <= len(dicts) <= MAX_GROUPS:
+            raise _invalid("", "groups", f"give 1 to {MAX_GROUPS} groups of tensors")
+        if len(sizes) != len(dicts):
+            raise _invalid("", "block_tokens", "give one block_tokens for each group of tensors")
         if not _is_text(format, _MAX_FORMAT):
             raise _invalid("", "format", f"format must be a str of at most {_MAX_FORMAT} printable characters")
-        groups = []
-        ordinal = 0
+        groups: list[Group] = []
+        ordinal = planes = 0
         for tensors, size in zip(dicts, sizes, strict=True):
-            groups.append(_group_of(tensors, size, block_axis, ordinal))
+            groups.append(_group_of(tensors, size, block_axis, ordinal, MAX_PLANES - planes))
             ordinal += len(tensors)
+            planes += len(groups[-1].planes)
         return cls(tuple(groups), format)
 
     @classmethod
@@ -183,19 +187,21 @@ class KVLayout:
         """Give the bytes of one chunk: all its blocks in all planes of all groups."""
         return sum(chunk_tokens // group.block_tokens * group.block_bytes for group in self.groups)
 
-    def wire_groups(self, places: Sequence[tuple[int, int]]) -> list[list[object]]:
+    def wire_groups(self, places: Iterable[tuple[int, int, int]]) -> list[list[object]]:
         """Describe a layout made from tensors as ``from_wire`` reads it.
 
         Args:
-            places: For each tensor, in the order of the dicts: index of its handle, and its first byte in there.
+            places: For each plane, in order: index of its handle, its first byte in there, and its stride. A plane
+                that is mirrored lies elsewhere than in its tensor, and closer together.
         """
+        ordered = iter(places)
         described: list[list[object]] = []
         for group in self.groups:
             planes = []
             for plane in group.planes:
-                handle, first = places[plane.handle]
+                handle, offset, stride = next(ordered)
                 shape, order = list(plane.in_block_shape), list(plane.stride_order)
-                planes.append([handle, first + plane.offset, plane.stride, plane.run, shape, order])
+                planes.append([handle, offset, stride, plane.run, shape, order])
             described.append([group.block_tokens, group.num_blocks, planes])
         return described
 
@@ -209,7 +215,9 @@ class _Facts(NamedTuple):
     dtype: str
 
 
-def _group_of(tensors: object, block_tokens: object, block_axis: int | Mapping[str, int], ordinal: int) -> Group:
+def _group_of(
+    tensors: object, block_tokens: object, block_axis: int | Mapping[str, int], ordinal: int, planes_left: int
+) -> Group:
     if not isinstance(tensors, Mapping) or not tensors:
         raise _invalid("", "groups", "each group must be a dict of name -> tensor with at least one tensor")
     names = list(tensors)
@@ -219,7 +227,7 @@ def _group_of(tensors: object, block_tokens: object, block_axis: int | Mapping[s
     blocks: dict[str, int] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         axis = block_axis.get(name) if isinstance(block_axis, Mapping) else block_axis
-        blocks[name] = _unroll(name, ordinal + index, tensor, axis, planes)
+        blocks[name] = _unroll(name, ordinal + index, tensor, axis, planes, planes_left)
         if blocks[name] != blocks[names[0]]:
             raise _invalid(
                 name,
@@ -229,7 +237,9 @@ def _group_of(tensors: object, block_tokens: object, block_axis: int | Mapping[s
     return Group(block_tokens, blocks[names[0]], tuple(planes))
 
 
-def _unroll(name: str, handle: int, tensor: object, axis: object, planes: list[Plane]) -> int:
+def _unroll(  # noqa: PLR0917 - one caller
+    name: str, handle: int, tensor: object, axis: object, planes: list[Plane], most: int
+) -> int:
     """Add a tensor's planes, and give its number of blocks."""
     shape, strides, itemsize, dtype = _describe(name, tensor)
     if min(shape, default=0) < 1:
@@ -246,6 +256,8 @@ def _unroll(name: str, handle: int, tensor: object, axis: object, planes: list[P
     run = itemsize * math.prod(inner)
     if run % RUN_UNIT:
         raise _invalid(name, "run", f"the bytes of a block must be a multiple of {RUN_UNIT}: {run}")
+    if len(planes) + math.prod(shape[:axis]) > most:
+        raise _invalid(name, "planes", f"all tensors together may have {MAX_PLANES} planes: put the block axis first")
     order = stride_order(inner, inner_strides)
     stride = strides[axis] if shape[axis] > 1 else run
     steps = [step for step, size in zip(strides[:axis], shape[:axis], strict=True) if size > 1]

@@ -6,61 +6,37 @@ It is a table over an arena's offsets; it copies no byte and reads no clock. The
 * What is pinned (by a lease or by a running copy) is not evicted, and its bytes are not given to anyone else.
 * An extent that a copy may still write to is *held back* when its reservation ends, and freed when the copy has ended.
 * Chunks that leave the index while pinned are freed when their last pin ends.
+* No call does more than one prompt's worth of work, but for what it must free to make room; the rest is ``sweep``'s.
 
-Eviction is least recently used, on demand, when an allocation fails. Touching a prefix makes its head the most recent
-chunk of it, so that it loses its tail first and stays a prefix.
+Eviction is least recently used: on demand, when an allocation fails, and by watermark. The end of a pin is a use. Using
+a prefix makes its head the most recent chunk of it, so that it loses its tail first and stays a prefix.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from enum import Enum
-from heapq import heapify, heappop, heappush
-from typing import TypeVar
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
 
-from lmlive.cache.arena import Arena, Extent
+import numpy as np
+
+from lmlive.cache.arena import Arena, Offsets
+from lmlive.cache.claims import Claim, Refused, Reservation, Space
+from lmlive.cache.columns import NO_CHUNKS, Chunks, Columns
 from lmlive.cache.keys import Namespace
+from lmlive.cache.victims import Victims
 from lmlive.errors import InternalError
 
-_Outer = TypeVar("_Outer", bound=Hashable)
-_Inner = TypeVar("_Inner", bound=Hashable)
-_Value = TypeVar("_Value")
+PASS_CHUNKS = 1024
+"""Chunks that one pass frees at most: well under a millisecond of the loop."""
 
+HIGH_WATER = 0.95
+LOW_WATER = 0.90
+"""Above the one, sweeps evict down to the other: a STORE then finds room, and its admit seldom pays for an eviction.
+Two marks, so that a sweep is not begun again for each chunk; near the top, because what is evicted early is lost early.
+"""
 
-class Refused(Enum):
-    """Why a chunk was not reserved."""
-
-    HELD = "held"
-    IN_PROGRESS = "in_progress"
-    NO_SPACE = "no_space"
-
-
-class Chunk:
-    """A committed chunk. Whoever has pinned it may read its extent, also after it left the index."""
-
-    __slots__ = ("extent", "indexed", "key", "leases", "namespace", "pins", "queued", "stamp")
-
-    def __init__(self, namespace: Namespace, key: bytes, extent: Extent) -> None:
-        self.namespace = namespace
-        self.key = key
-        self.extent = extent
-        self.stamp = 0
-        self.pins = 0  # all of them
-        self.leases = 0  # those that are a lease's
-        self.indexed = True
-        self.queued = False
-
-
-class Reservation:
-    """A chunk that is being written: its extent, and the generation that owns it."""
-
-    __slots__ = ("copying", "extent", "key", "namespace", "open", "owner")
-
-    def __init__(self, namespace: Namespace, key: bytes, extent: Extent, owner: int) -> None:
-        self.namespace = namespace
-        self.key = key
-        self.extent = extent
-        self.owner = owner
-        self.open = True
-        self.copying = False
+THIN_FROM = 1024
+"""Chunks below which nothing is evicted by watermark: so few are evicted on demand in less than a millisecond, and of
+a small pool each chunk counts."""
 
 
 class ChunkStore:
@@ -68,14 +44,20 @@ class ChunkStore:
 
     Args:
         arena: The free space; from now on the store alone allocates from it.
+        pass_chunks: Chunks that one pass frees at most.
+        thin_from: Chunks from which on the watermarks count.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, pass_chunks: int = PASS_CHUNKS, thin_from: int = THIN_FROM) -> None:
         self._arena = arena
-        self._committed: dict[Namespace, dict[bytes, Chunk]] = {}
-        self._reserved: dict[Namespace, dict[bytes, Reservation]] = {}
+        self._pass_chunks = pass_chunks
+        self._thin_from = thin_from
+        self._columns = Columns()
+        self._victims = Victims(self._columns)
+        self._spaces: dict[Namespace, Space] = {}
         self._owners: dict[int, dict[Reservation, None]] = {}
-        self._queue: list[tuple[int, Chunk]] = []  # by stamp; see _next_victim
+        self._cleared: deque[Space] = deque()  # out of the index, to be freed
+        self._thinning = False
         self._stamp = 0
         self._evictable_bytes = 0
         self.chunks = 0
@@ -93,226 +75,302 @@ class ChunkStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all extents: committed, reserved, held back, and cleared but still pinned."""
+        """Bytes of all extents: committed, reserved, held back, and cleared but not freed yet."""
         return self._arena.used_bytes
 
-    # Looking up
+    # Looking up. The keys of one call are distinct.
 
-    def held(self, namespace: Namespace, keys: Iterable[bytes]) -> list[Chunk]:
+    def held(self, namespace: Namespace, keys: Sequence[bytes]) -> Chunks:
         """Give the chunks of the longest committed prefix; touches and pins nothing."""
-        chunks = self._committed.get(namespace)
-        found: list[Chunk] = []
-        if chunks is None:
-            return found
-        for key in keys:
-            chunk = chunks.get(key)
-            if chunk is None:
-                break
-            found.append(chunk)
-        return found
+        space = self._spaces.get(namespace)
+        if space is None:
+            return NO_CHUNKS
+        found = space.find(keys)
+        missing = found < 0
+        return found[: missing.argmax()] if missing.any() else found
 
-    def prefix(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
-        """Count the chunks of the longest committed prefix."""
-        return len(self.held(namespace, keys))
+    def matching(self, chunks: Chunks, keys: Sequence[bytes]) -> int:
+        """Count how many of these chunks the keys begin with."""
+        named = self._columns.keys[chunks[: len(keys)]].tolist()
+        for count, (name, key) in enumerate(zip(named, keys, strict=False)):
+            if name != key:
+                return count
+        return len(named)
 
-    def find(self, namespace: Namespace, key: bytes) -> Chunk | None:
-        """Give one committed chunk."""
-        return self._committed.get(namespace, {}).get(key)
+    def offsets(self, chunks: Chunks) -> Offsets:
+        """Give where the extents of chunks start, which are pinned or reserved."""
+        return self._columns.offsets[chunks]
 
-    def writing(self, namespace: Namespace, key: bytes) -> bool:
-        """Tell whether somebody has this chunk reserved."""
-        return key in self._reserved.get(namespace, ())
+    def touch(self, chunks: Chunks) -> None:
+        """Make committed chunks the most recently used, the first of them last, so that a prefix loses its tail first.
 
-    def touch(self, chunks: Sequence[Chunk]) -> None:
-        """Make these the most recently used, the first of them last, so that a prefix loses its tail first."""
-        stamp = self._stamp
-        for chunk in reversed(chunks):
-            stamp += 1
-            chunk.stamp = stamp
-        self._stamp = stamp
+        Of those that are pinned only the end of the pin counts.
+        """
+        self._columns.stamps[chunks] = np.arange(self._stamp + chunks.size, self._stamp, -1)
+        self._stamp += chunks.size
 
     # Pins
 
-    def borrow(self, chunks: Iterable[Chunk], *, leased: bool = False) -> None:
+    def borrow(self, chunks: Chunks, *, leased: bool = False) -> None:
         """Pin chunks: they stay where they are until as many ``give_back`` calls."""
-        for chunk in chunks:
-            if not chunk.pins:
-                if not chunk.indexed:
-                    raise InternalError("a chunk that left the store cannot be borrowed")
-                self._evictable_bytes -= self._arena.size_of(chunk.extent.nbytes)
-            chunk.pins += 1
-            if leased:
-                if not chunk.leases:
-                    self.leased_chunks += 1
-                    self.leased_bytes += chunk.extent.nbytes
-                chunk.leases += 1
+        columns = self._columns
+        pins = columns.pins[chunks]
+        first = chunks[pins == 0]
+        if first.size:
+            if not columns.stamps[first].all():
+                raise InternalError("a chunk that left the store cannot be borrowed")
+            self._evictable_bytes -= int(columns.lengths[first].sum())
+        columns.pins[chunks] = pins + 1
+        if leased:
+            leases = columns.leases[chunks]
+            self._count_leased(chunks[leases == 0], 1)
+            columns.leases[chunks] = leases + 1
 
-    def give_back(self, chunks: Iterable[Chunk], *, leased: bool = False) -> None:
+    def give_back(self, chunks: Chunks, *, leased: bool = False) -> None:
         """End one pin of each; a chunk that left the index is freed with its last."""
-        for chunk in chunks:
-            if chunk.pins < 1 or (leased and chunk.leases < 1):
-                raise InternalError("a pin is given back once")
-            chunk.pins -= 1
-            if leased:
-                chunk.leases -= 1
-                if not chunk.leases:
-                    self.leased_chunks -= 1
-                    self.leased_bytes -= chunk.extent.nbytes
-            if not chunk.pins:
-                self._unpinned(chunk)
+        columns = self._columns
+        pins = columns.pins[chunks]
+        if (pins < 1).any() or (leased and (columns.leases[chunks] < 1).any()):
+            raise InternalError("a pin is given back once")
+        columns.pins[chunks] = pins - 1
+        if leased:
+            leases = columns.leases[chunks] - 1
+            columns.leases[chunks] = leases
+            self._count_leased(chunks[leases == 0], -1)
+        last = chunks[pins == 1]
+        seen = columns.stamps[last] > 0
+        self._let_go(last[seen])
+        self._free(last[~seen])
 
-    def _unpinned(self, chunk: Chunk) -> None:
-        if chunk.indexed:
-            self._evictable_bytes += self._arena.size_of(chunk.extent.nbytes)
-            self._enqueue(chunk)
-        else:
-            self._arena.free(chunk.extent)
+    def _count_leased(self, chunks: Chunks, sign: int) -> None:
+        self.leased_chunks += sign * chunks.size
+        self.leased_bytes += sign * int(self._columns.nbytes[chunks].sum())
+
+    def _let_go(self, chunks: Chunks) -> None:
+        """These can be evicted from now on."""
+        self.touch(chunks)
+        self._evictable_bytes += int(self._columns.lengths[chunks].sum())
+
+    def _free(self, chunks: Chunks) -> None:
+        if chunks.size:
+            self._arena.free(self._columns.offsets[chunks], self._columns.nbytes[chunks])
+            self._columns.give(chunks)
 
     # Writing
 
-    def reserve(self, namespace: Namespace, key: bytes, nbytes: int, owner: int) -> Reservation | Refused:
-        """Take room for one chunk that ``owner`` will write; evicts if it must."""
-        if key in self._committed.get(namespace, ()):
-            return Refused.HELD
-        if self.writing(namespace, key):
-            return Refused.IN_PROGRESS
-        extent = self._allocate(nbytes)
-        if extent is None:
-            self.refusals += 1
-            return Refused.NO_SPACE
-        reservation = Reservation(namespace, key, extent, owner)
-        self._reserved.setdefault(namespace, {})[key] = reservation
+    def claim(self, namespace: Namespace, keys: Sequence[bytes], nbytes: int, owner: int, *, first: int = 0) -> Claim:
+        """Pin what is held of a prompt, and reserve what is not; evicts if it must.
+
+        From its first chunk on, up to one that is missing and may not be written, or for which there is no room.
+        Chunks that another one writes are passed over. What a prompt has already of its head is never evicted for its
+        tail; the other way round it may be.
+
+        Args:
+            namespace: Whose chunks they are.
+            keys: Of the prompt.
+            nbytes: Size of each chunk.
+            owner: The generation that will write them.
+            first: The first chunk that it may write.
+        """
+        space = self._spaces.get(namespace) or Space(namespace)
+        found = space.find(keys)
+        absent, end, refused = np.flatnonzero(found < 0), len(keys), None
+        if space.writing and absent.size:
+            free = np.fromiter((keys[at] not in space.writing for at in absent.tolist()), np.bool_, absent.size)
+            absent, passed = absent[free], absent[~free]
+        else:
+            passed = NO_CHUNKS
+        held, reservation = found[:0], None
+        if absent.size and absent[0] < first:
+            end, refused, absent = int(absent[0]), Refused.GAP, NO_CHUNKS
+        elif absent.size:
+            head = found[: absent[0]]
+            held = head[head >= 0]
+            self.borrow(held)
+            self.touch(found[found >= 0])
+            reservation = self._reserve(space, [keys[at] for at in absent.tolist()], nbytes, owner)
+            got = reservation.chunks.size if reservation is not None else 0
+            if got < absent.size:
+                self.refusals += 1
+                end, refused, absent = int(absent[got]), Refused.NO_SPACE, absent[:got]
+        if refused is None and passed.size:
+            refused = Refused.IN_PROGRESS
+        rest = found[:end]
+        rest = rest[rest >= 0][held.size :]
+        rest = rest[self._columns.stamps[rest] > 0]  # what its own head did not push out
+        self.borrow(rest)
+        return Claim(np.concatenate((held, rest)), absent, reservation, refused)
+
+    def _reserve(self, space: Space, keys: list[bytes], nbytes: int, owner: int) -> Reservation | None:
+        """Take room for the first of these chunks, as many as there is room for."""
+        writing = dict.fromkeys(keys)
+        if len(writing) < len(keys):
+            raise InternalError("a chunk is reserved once")
+        offsets = self._allocate(nbytes, len(keys))
+        if not offsets.size:
+            return None
+        columns = self._columns
+        chunks = columns.take(offsets.size)
+        keys = keys[: offsets.size]
+        columns.offsets[chunks] = offsets
+        columns.nbytes[chunks] = nbytes
+        columns.lengths[chunks] = self._arena.size_of(nbytes)
+        columns.keys[chunks] = keys
+        columns.homes[chunks] = space
+        reservation = Reservation(space, keys, chunks, owner)
+        self._spaces[space.namespace] = space
+        space.writing.update(zip(keys, repeat(reservation)))
         self._owners.setdefault(owner, {})[reservation] = None
-        self.reserved_chunks += 1
+        self.reserved_chunks += chunks.size
         return reservation
 
-    def copy_started(self, reservations: Iterable[Reservation]) -> None:
-        """Say that these extents may be written to from now on, whatever becomes of their reservations."""
-        for reservation in reservations:
-            reservation.copying = True
+    def copy_started(self, reservation: Reservation) -> None:
+        """Say that its extents may be written to from now on, whatever becomes of it."""
+        reservation.copying = True
 
-    def copy_ended(self, reservations: Iterable[Reservation]) -> None:
-        """Say that nothing writes to these extents any more; what was held back for that is freed."""
-        for reservation in reservations:
-            if reservation.copying and not reservation.open:
-                self.held_back_chunks -= 1
-                self._arena.free(reservation.extent)
-            reservation.copying = False
+    def copy_ended(self, reservation: Reservation) -> None:
+        """Say that nothing writes to its extents any more; what was held back for that is freed."""
+        if reservation.copying and not reservation.open:
+            self.held_back_chunks -= reservation.chunks.size
+            self._free(reservation.chunks)
+        reservation.copying = False
 
-    def commit(self, reservations: Iterable[Reservation]) -> list[Chunk]:
-        """Publish what is still open, and give those chunks; nothing may be copying into them."""
-        published = []
-        for reservation in reservations:
-            if not reservation.open:
-                continue
-            if reservation.copying:
-                raise InternalError("a chunk is committed when its copy has ended")
-            self._close(reservation)
-            chunk = Chunk(reservation.namespace, reservation.key, reservation.extent)
-            self._committed.setdefault(chunk.namespace, {})[chunk.key] = chunk
-            self.chunks += 1
-            published.append(chunk)
-        self.touch(published)
-        for chunk in published:
-            self._unpinned(chunk)
-        return published
+    def commit(self, reservation: Reservation) -> Chunks:
+        """Publish it if it is still open, and give its chunks; nothing may be copying into them."""
+        if not reservation.open:
+            return NO_CHUNKS
+        if reservation.copying:
+            raise InternalError("a chunk is committed when its copy has ended")
+        self._close(reservation)
+        space, chunks = reservation.home, reservation.chunks
+        space.index.update(zip(reservation.keys, chunks.tolist(), strict=True))
+        self._spaces[space.namespace] = space
+        self.chunks += chunks.size
+        self._let_go(chunks)
+        return chunks
 
-    def abort(self, reservations: Iterable[Reservation]) -> int:
-        """Give up what is still open, and count it; extents that may still be written to are held back."""
-        aborted = 0
-        for reservation in list(reservations):
-            if not reservation.open:
-                continue
-            aborted += 1
-            self._close(reservation)
-            if reservation.copying:
-                self.held_back_chunks += 1
-            else:
-                self._arena.free(reservation.extent)
-        return aborted
+    def abort(self, reservation: Reservation) -> int:
+        """Give it up if it is still open, and count its chunks; what may still be written to is held back."""
+        if not reservation.open:
+            return 0
+        self._close(reservation)
+        if reservation.copying:
+            self.held_back_chunks += reservation.chunks.size
+        else:
+            self._free(reservation.chunks)
+        return int(reservation.chunks.size)
 
     def abort_owner(self, owner: int) -> int:
         """Give up all that a generation reserved, because it ended."""
-        return self.abort(self._owners.get(owner, ()))
+        return sum(self.abort(reservation) for reservation in tuple(self._owners.get(owner, ())))
 
     def _close(self, reservation: Reservation) -> None:
         reservation.open = False
-        self.reserved_chunks -= 1
-        _discard(self._reserved, reservation.namespace, reservation.key)
-        _discard(self._owners, reservation.owner, reservation)
+        self.reserved_chunks -= reservation.chunks.size
+        owned = self._owners[reservation.owner]
+        del owned[reservation]
+        if not owned:
+            del self._owners[reservation.owner]
+        for key in reservation.keys:
+            del reservation.home.writing[key]
+        self._forget_if_empty(reservation.home)
+
+    def _forget_if_empty(self, space: Space) -> None:
+        if not space.index and not space.writing and self._spaces.get(space.namespace) is space:
+            del self._spaces[space.namespace]
 
     # Leaving
 
     def clear(self, model: str | None = None) -> int:
-        """Take the chunks of a model, or all, out of the index at once, and count them.
+        """Take the chunks of a model, or all, out of the index at once, and count them; ``sweep`` frees most of them.
 
         Chunks being written are given up too: what was computed before a clear is not seen after it.
         """
-        spaces = [space for space in self._committed if model is None or space.model == model]
-        writing = [space for space in self._reserved if model is None or space.model == model]
-        for space in writing:
-            self.abort(self._reserved[space].values())
-        cleared = [chunk for space in spaces for chunk in self._committed[space].values()]
-        for chunk in cleared:
-            self._remove(chunk)
-        return len(cleared)
+        spaces = [space for name, space in self._spaces.items() if model is None or name.model == model]
+        cleared = 0
+        for space in spaces:
+            for reservation in set(space.writing.values()):
+                self.abort(reservation)
+            if space.index:
+                del self._spaces[space.namespace]
+                cleared += len(space.index)
+                self._cleared.append(space)
+        self.chunks -= cleared
+        self._free_cleared()
+        return cleared
 
-    def _remove(self, chunk: Chunk) -> None:
-        chunk.indexed = False
-        self.chunks -= 1
-        _discard(self._committed, chunk.namespace, chunk.key)
-        if not chunk.pins:
-            self._evictable_bytes -= self._arena.size_of(chunk.extent.nbytes)
-            self._arena.free(chunk.extent)
+    def sweep(self) -> bool:
+        """Make one pass at what need not be done at once: free what was cleared, evict above the high water mark.
 
-    def _allocate(self, nbytes: int) -> Extent | None:
+        Returns:
+            Whether there is more to do.
+        """
+        if self._cleared:
+            self._free_cleared()
+            return True
+        high, low = (int(part * self.nbytes) for part in (HIGH_WATER, LOW_WATER))
+        if self.chunks >= self._thin_from and self.used_bytes > (low if self._thinning else high):
+            self._thinning = self._evict(self.used_bytes - low, self._pass_chunks) > 0
+        else:
+            self._thinning = False
+        return self._thinning
+
+    def _free_cleared(self) -> None:
+        """Free so many chunks that were cleared; those that are pinned are freed with their last pin."""
+        columns, left = self._columns, self._pass_chunks
+        while self._cleared and left:
+            index = self._cleared[0].index
+            count = min(left, len(index))
+            chunks = np.fromiter((index.popitem()[1] for _ in range(count)), np.intp, count)
+            left -= count
+            pinned = columns.pins[chunks] > 0
+            columns.stamps[chunks[pinned]] = 0
+            idle = chunks[~pinned]
+            self._evictable_bytes -= int(columns.lengths[idle].sum())
+            self._free(idle)
+            if not index:
+                self._cleared.popleft()
+
+    def _allocate(self, nbytes: int, count: int) -> Offsets:
         """Allocate, evicting as much as it takes, and nothing where even all of it would not be enough."""
-        extent = self._arena.allocate(nbytes)
-        if extent is None and self._arena.size_of(nbytes) <= self._arena.free_bytes + self._evictable_bytes:
-            while extent is None and (victim := self._next_victim()) is not None:
-                self._remove(victim)
-                self.evictions += 1
-                extent = self._arena.allocate(nbytes)
-        return extent
-
-    # The queue of victims: one entry per unpinned chunk, by its stamp when it was queued. Touching leaves it where it
-    # is; an entry that comes up and is older than its chunk goes back in with the newer stamp. So a touch costs one
-    # assignment, and an eviction O(log n).
-
-    def _enqueue(self, chunk: Chunk) -> None:
-        if chunk.queued:
-            return
-        chunk.queued = True
-        if len(self._queue) > 2 * self.chunks + 64:  # cleared chunks, mostly
-            self._compact()
-        heappush(self._queue, (chunk.stamp, chunk))
-
-    def _next_victim(self) -> Chunk | None:
-        while self._queue:
-            stamp, chunk = heappop(self._queue)
-            if chunk.pins or not chunk.indexed:
-                chunk.queued = False  # comes back with its last pin
-            elif stamp != chunk.stamp:
-                heappush(self._queue, (chunk.stamp, chunk))
+        arena = self._arena
+        length = arena.size_of(nbytes)
+        offsets = arena.allocate(nbytes, count)
+        more = 1
+        while offsets.size < count:
+            room = min(count - offsets.size, (arena.free_bytes + self._evictable_bytes) // length) * length
+            if not room:
+                break
+            short = room - arena.free_bytes
+            # Where there are bytes enough, but in holes that are too small, more and more go until two holes meet.
+            nbytes_more, most = (short, self.chunks) if short > 0 else (arena.nbytes, more)
+            if self._cleared:
+                self._free_cleared()
+            elif self._evict(nbytes_more, most):
+                more = min(2 * more, self._pass_chunks)
             else:
-                chunk.queued = False
-                return chunk
-        return None
+                break
+            offsets = np.concatenate((offsets, arena.allocate(nbytes, count - offsets.size)))
+        return offsets
 
-    def _compact(self) -> None:
-        kept = []
-        for entry in self._queue:
-            if entry[1].pins or not entry[1].indexed:
-                entry[1].queued = False
-            else:
-                kept.append(entry)
-        heapify(kept)
-        self._queue = kept
-
-
-def _discard(table: dict[_Outer, dict[_Inner, _Value]], outer: _Outer, inner: _Inner) -> None:
-    """Remove from a table of tables, and the inner table with its last entry."""
-    rows = table[outer]
-    del rows[inner]
-    if not rows:
-        del table[outer]
+    def _evict(self, nbytes: int, most: int) -> int:
+        """Evict at most so many chunks, the least recently used first, until so many bytes are free; count them."""
+        columns, evicted = self._columns, 0
+        while evicted < most and nbytes > 0:
+            victims = self._victims.next()[: most - evicted]
+            if not victims.size:
+                break
+            freed = columns.lengths[victims].cumsum()
+            victims = victims[: int(freed.searchsorted(nbytes)) + 1]
+            nbytes -= int(freed[victims.size - 1])
+            evicted += victims.size
+            homes = columns.homes[victims].tolist()
+            for home, key in zip(homes, columns.keys[victims].tolist(), strict=True):
+                del home.index[key]
+            for home in set(homes):
+                self._forget_if_empty(home)
+            self._evictable_bytes -= int(columns.lengths[victims].sum())
+            self._free(victims)
+        self.chunks -= evicted
+        self.evictions += evicted
+        return evicted

@@ -9,14 +9,12 @@ import json
 import math
 import os
 import runpy
-import shlex
-import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Final, NoReturn
 
 from lmlive._version import __version__
+from lmlive.cli.absence import no_answer, no_server
 from lmlive.cli.health import complaints
 from lmlive.cli.summary import summarize
 from lmlive.clock import MonotonicClock
@@ -24,7 +22,7 @@ from lmlive.config import ServerConfig
 from lmlive.errors import ConfigError, InvalidArgument, LMLiveError, RequestTimeout, ServerUnavailable
 from lmlive.protocol.messages import Clear, Ping, Reap, Status, parse_reply
 from lmlive.protocol.verbs import Verb
-from lmlive.server.http.asker import Asker
+from lmlive.server.asker import Asker
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except LMLiveError as error:
-        return _explain(error, options.url)
+        return _explain(error, options)
     except BrokenPipeError:  # whoever read us has enough, as in "lmlive status | head"
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -68,18 +66,17 @@ def _run(options: argparse.Namespace) -> int:
     return status
 
 
-def _explain(error: LMLiveError, url: str) -> int:
+def _explain(error: LMLiveError, options: argparse.Namespace) -> int:
     """Say what went wrong and what to do next, and give the exit status."""
     match error:
         case InvalidArgument():
-            return _fail(USAGE, f"--url: {error.message}")
+            return _fail(USAGE, f"{options.url_source}: {error.message}")
         case ServerUnavailable():
-            return _fail(REFUSED, f"no server at {url}: {_advice(url)}")
+            return _fail(REFUSED, no_server(options.url))
         case RequestTimeout():
-            hint = "it is stopped or overloaded: see its log, or give it more --timeout"
-            return _fail(REFUSED, f"{error.message}, {hint}")
+            return _fail(REFUSED, no_answer(options.url, error.message))
         case _:
-            return _fail(REFUSED, f"refused by {url}: {type(error).__name__}: {error}")
+            return _fail(REFUSED, f"refused by {options.url}: {type(error).__name__}: {error}")
 
 
 def _serve(arguments: list[str]) -> NoReturn:
@@ -156,42 +153,33 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _advice(url: str) -> str:
-    """Say what to do where nobody answers."""
-    start = f"start one with: lmlive serve --bind {shlex.quote(url)}"
-    if not url.startswith("ipc://"):
-        return start
-    path = Path(url.removeprefix("ipc://"))
-    try:
-        is_socket = stat.S_ISSOCK(path.stat().st_mode)
-    except FileNotFoundError:
-        return start
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not is_socket:
-        return f"{path} is no socket"
-    if not os.access(path, os.W_OK):
-        return f"its socket belongs to uid {path.stat().st_uid}: run this as that user"
-    return f"its socket is there and nobody behind it, so it died or is stopped: {start}"
+class _Parser(argparse.ArgumentParser):
+    """A parser whose refusals are one line, in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and leave."""
+        sys.exit(_fail(USAGE, f"{message.removeprefix('argument ')}; see {self.prog} --help"))
 
 
 def _parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lmlive",
         description="Asks a running lmlive server, or starts one.",
         epilog="Exit status: 0 ok, 1 no answer or refused, 2 wrong usage, 4 reached but unhealthy.",
     )
     parser.add_argument("--version", action="version", version=f"lmlive {__version__}")
     _add_common(parser, default_of=lambda default: default)
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     _add_common(common, default_of=lambda _: argparse.SUPPRESS)  # given before the command or after it
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands.add_parser("serve", help="start a server; takes the flags of python -m lmlive.server", add_help=False)
     commands.add_parser("ping", help="send one PING", parents=[common]).set_defaults(run=_ping)
     commands.add_parser("status", help="show what the server knows", parents=[common]).set_defaults(run=_status)
     reap = commands.add_parser("reap", help="remove an instance, whatever it does", parents=[common])
-    reap.add_argument("instance_id", type=_unsigned, metavar="INSTANCE_ID", help="as lmlive status shows it")
-    reap.add_argument("--generation", type=_unsigned, metavar="N", help="only if it still has this generation")
+    reap.add_argument(
+        "instance_id", type=_unsigned("instance_id"), metavar="INSTANCE_ID", help="as lmlive status shows it"
+    )
+    reap.add_argument("--generation", type=_unsigned("generation"), metavar="N", help="only if it still has this one")
     reap.set_defaults(run=_reap)
     clear = commands.add_parser("clear", help="drop stored chunks", parents=[common])
     clear.add_argument("--model", metavar="M", help="only those of one model")
@@ -201,10 +189,10 @@ def _parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Nam
 
     options = parser.parse_args(arguments)
     if options.command == "serve":
-        parser.error("serve comes first, and takes the server's own flags: see lmlive serve --help")
+        parser.error("serve comes first, and takes the server's own flags")
     if options.command in LATER:
         parser.error(f"{options.command} is not in this build")
-    options.url = options.url or environ.get("LMLIVE_URL") or _default_url(parser, environ)
+    options.url, options.url_source = _address(parser, options.url, environ)
     return options
 
 
@@ -225,17 +213,27 @@ def _add_common(parser: argparse.ArgumentParser, *, default_of: Callable[[object
     )
 
 
-def _default_url(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> str:
+def _address(parser: argparse.ArgumentParser, given: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Give the server's address, and what says so."""
+    if given is not None:
+        return given, "--url"
+    if url := environ.get("LMLIVE_URL"):
+        return url, "LMLIVE_URL"
+    run_dir = environ.get("LMLIVE_RUN_DIR") or None
+    source = "XDG_RUNTIME_DIR" if run_dir is None else "LMLIVE_RUN_DIR"
     try:
-        return ServerConfig(run_dir=environ.get("LMLIVE_RUN_DIR") or None, environ=environ).bind_urls[0]
+        return ServerConfig(run_dir=run_dir, environ=environ).bind_urls[0], source
     except ConfigError as error:
-        parser.error(f"{error}; or give --url")
+        parser.error(f"{source}: {error}, or give --url" if error.fields["field"] == "run_dir" else str(error))
 
 
-def _unsigned(given: str) -> int:
-    if not (given.isascii() and given.isdigit() and int(given) < 2**64):
-        raise argparse.ArgumentTypeError(f"{given!r} must be a decimal number from 0 to 2**64 - 1")
-    return int(given)
+def _unsigned(name: str) -> Callable[[str], int]:
+    def read(given: str) -> int:
+        if not (given.isascii() and given.isdigit() and int(given) < 2**64):
+            raise argparse.ArgumentTypeError(f"{name} is {given!r} but must be a decimal number from 0 to 2**64 - 1")
+        return int(given)
+
+    return read
 
 
 def _seconds(given: str) -> float:
@@ -244,5 +242,5 @@ def _seconds(given: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{given!r} must be a number of seconds over 0, at most a day")
+        raise argparse.ArgumentTypeError(f"timeout is {given!r} but must be a number of seconds above 0, at most a day")
     return seconds

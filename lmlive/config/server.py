@@ -5,8 +5,9 @@ program passes keywords and gets the same rules. ``LMLIVE_ALLOW_SHORT_TIMEOUTS``
 the environment whichever way a config is built.
 """
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Self
@@ -22,12 +23,14 @@ from lmlive.config.addresses import (
     unix_path,
 )
 from lmlive.config.settings import (
+    SWITCH_RULE,
     Kind,
     Setting,
     choice,
     count,
     directory,
     later,
+    parse_switch,
     refusal,
     seconds,
     settings_of,
@@ -35,9 +38,12 @@ from lmlive.config.settings import (
     switch,
     texts,
 )
+from lmlive.errors import ConfigError
 
 SHORTEST_REAP_TIMEOUT = 30.0
 ALLOW_SHORT_TIMEOUTS = "LMLIVE_ALLOW_SHORT_TIMEOUTS"
+
+_log = logging.getLogger("lmlive.config")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -73,7 +79,9 @@ class ServerConfig:
         600.0, seconds(), "how long a silent worker whose process is proven alive is kept beyond that; 0: not at all"
     )
     evidence: Setting[bool, bool] = Setting(
-        True, switch(), "let the kernel's word on a worker's process count; without it silence alone decides"
+        True,
+        switch(variable=True),
+        "let the kernel's word on a worker's process count; without it silence alone decides",
     )
     device: Setting[str, str] = Setting(
         "host", choice("host", later=("cuda", "fake-cuda")), "where workers' memory is mapped from"
@@ -110,11 +118,13 @@ class ServerConfig:
     environ: InitVar[Mapping[str, str] | None] = None
     run_path: Path = field(init=False, compare=False)
     short_timeouts: bool = field(init=False, compare=False)
+    _origins: Mapping[str, str] = field(init=False, compare=False)
 
     def __post_init__(self, environ: Mapping[str, str] | None) -> None:
         environ = os.environ if environ is None else environ
         object.__setattr__(self, "run_path", self.run_dir or _default_run_dir(environ))
-        object.__setattr__(self, "short_timeouts", environ.get(ALLOW_SHORT_TIMEOUTS) == "1")
+        object.__setattr__(self, "short_timeouts", _short_timeouts_allowed(environ))
+        object.__setattr__(self, "_origins", {})
         self._check_timeouts()
         self._check_paths()
         if self.max_tokens < self.chunk_tokens:
@@ -169,20 +179,40 @@ class ServerConfig:
         """Host and port for HTTP; None where it is off."""
         return None if self.http == "off" else split_loopback(self.http)
 
+    def refusal(self, name: str, rule: str) -> ConfigError:
+        """Make the error of a setting whose value turns out to break a rule; the text names where it came from."""
+        error = refusal(settings_of(type(self))[name], getattr(self, name), rule)
+        try:
+            with sources.Found(origins=dict(self._origins)).named_origins():
+                raise error
+        except ConfigError as named:
+            return named
+
     @classmethod
     def from_args(
-        cls, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, prog: str = "python -m lmlive.server"
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        prog: str = "python -m lmlive.server",
+        warn: Callable[[str], object] = _log.warning,
     ) -> Self:
         """Build a config from flags, the environment and the file that ``--config`` names.
 
         ``--help`` and ``--version`` print and leave with status 0, as argparse does.
+
+        Args:
+            argv: The flags.
+            environ: The environment; ``os.environ`` without.
+            prog: The program's name in ``--help``.
+            warn: Told of unknown variables, for a program whose log has no form before its settings are known.
 
         Raises:
             ConfigError: A flag is unknown, or a value breaks its rule; the text names where it came from.
         """
         environ = os.environ if environ is None else environ
         flags = sources.read_flags(settings_of(cls), argv, prog=prog)
-        return cls._from(environ, flags)
+        return cls._from(environ, flags, warn)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -193,7 +223,7 @@ class ServerConfig:
         Raises:
             ConfigError: A value breaks its rule.
         """
-        return cls._from(os.environ if environ is None else environ, sources.Found())
+        return cls._from(os.environ if environ is None else environ, sources.Found(), _log.warning)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -203,20 +233,35 @@ class ServerConfig:
             ConfigError: The file cannot be read, a key is unknown, or a value breaks its rule.
         """
         found = sources.read_file(settings_of(cls), path)
-        with found.named_origins():
-            return cls(**found.values)
+        return cls._made(found, None)
 
     @classmethod
-    def _from(cls, environ: Mapping[str, str], flags: sources.Found) -> Self:
-        variables = sources.read_environment(settings_of(cls), environ)
-        path = flags.config or variables.config
-        found = sources.read_file(settings_of(cls), path) if path else sources.Found()
+    def _from(cls, environ: Mapping[str, str], flags: sources.Found, warn: Callable[[str], object]) -> Self:
+        variables = sources.read_environment(settings_of(cls), environ, warn)
+        named = variables if flags.config is None else flags
+        found = sources.Found()
+        if named.config is not None:
+            found = sources.read_file(settings_of(cls), named.config, named.config_origin)
         by_default = sources.Found(
             origins={name: f"{setting.flag} (default)" for name, setting in settings_of(cls).items()}
         )
-        found = by_default.under(found).under(variables).under(flags)
+        return cls._made(by_default.under(found).under(variables).under(flags), environ)
+
+    @classmethod
+    def _made(cls, found: sources.Found, environ: Mapping[str, str] | None) -> Self:
         with found.named_origins():
-            return cls(environ=environ, **found.values)
+            config = cls(environ=environ, **found.values)
+        object.__setattr__(config, "_origins", found.origins)
+        return config
+
+
+def _short_timeouts_allowed(environ: Mapping[str, str]) -> bool:
+    text = environ.get(ALLOW_SHORT_TIMEOUTS, "")
+    try:
+        return bool(text) and parse_switch(text)
+    except ValueError:
+        message = f"{ALLOW_SHORT_TIMEOUTS} is {text!r} but must be {SWITCH_RULE}"
+        raise ConfigError(message, field=ALLOW_SHORT_TIMEOUTS, value=text, rule=SWITCH_RULE) from None
 
 
 def _default_run_dir(environ: Mapping[str, str]) -> Path:

@@ -32,6 +32,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+SWITCH_RULE = "1/0, true/false, yes/no or on/off"
 _SHOWN = 200
 
 
@@ -196,15 +197,16 @@ def choice(*options: str, later: tuple[str, ...] = (), fold: Callable[[str], str
     return Kind(rule, check, shown="|".join(options))
 
 
-def switch() -> Kind:
-    """Make the kind of a truth value."""
+def switch(*, variable: bool = False) -> Kind:
+    """Make the kind of a truth value; ``variable`` says that there is one, where it is a text."""
 
     def check(value: object) -> bool:
         if not isinstance(value, bool):
             raise ValueError
         return value
 
-    return Kind("true or false (1 or 0 in a variable)", check, parse=_parse_switch, switch=True)
+    rule = f"true or false (in a variable: {SWITCH_RULE})" if variable else "true or false"
+    return Kind(rule, check, parse=parse_switch, switch=True)
 
 
 def texts(rule: str, check_each: Callable[[str], str], shown: str) -> Kind:
@@ -241,11 +243,16 @@ def later(*, many: bool = False, switch: bool = False) -> Kind:
             raise ValueError
         return value
 
-    parse = _parse_switch if switch else _parse_list if many else str
+    parse = parse_switch if switch else _parse_list if many else str
     return Kind(f"left out: it is {NOT_IN_BUILD}", check, parse=parse, many=many, switch=switch, in_build=False)
 
 
-def _parse_switch(text: str) -> bool:
+def parse_switch(text: str) -> bool:
+    """Read a truth value.
+
+    Raises:
+        ValueError: It is none of ``SWITCH_RULE``.
+    """
     if (value := _SWITCH.get(text.strip().lower())) is None:
         raise ValueError
     return value

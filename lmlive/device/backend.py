@@ -26,7 +26,7 @@ class FdSource(NamedTuple):
 
     Args:
         fd: The descriptor, ours to close.
-        nbytes: How much of it, from its first byte, is to be mapped.
+        nbytes: How much of it, from its first byte, is to be borrowed.
         uid: User id of the process that sent it.
     """
 
@@ -70,7 +70,7 @@ class Mapping(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How much is mapped."""
+        """How much is borrowed."""
         ...
 
 
@@ -92,16 +92,17 @@ class DeviceBackend(Protocol):
         ...
 
     def open_handle(self, source: FdSource) -> Mapping:
-        """Map memory; what came in ``source`` is ours to close, on success and on failure.
+        """Open memory; what came in ``source`` is ours to close, on success and on failure.
 
         Raises:
-            InvalidHandle: The handle is not what it says, or not safe to map.
-            HandleOpenError: The system refuses the mapping.
+            InvalidHandle: The handle is not what it says, or not safe to use.
+            ServerBusy: Workers' memory takes too much of this process already.
+            HandleOpenError: The system refuses.
         """
         ...
 
     def close_mapping(self, mapping: Mapping) -> None:
-        """Unmap; may hang in a driver. A second call raises ``InternalError``."""
+        """Give the memory back; may hang in a driver. A second call raises ``InternalError``."""
         ...
 
     def place(self, mappings: Sequence[Mapping], groups: Sequence[GroupPlace]) -> Placement:

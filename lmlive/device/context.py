@@ -4,15 +4,13 @@ It is not liveness and not bookkeeping: who may copy, and when to close, is deci
 unmapped while a copy runs, nothing is copied after the close. Lane threads; each method may be called from any of them.
 """
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
+from lmlive.device import syscalls
 from lmlive.device.backend import (
-    BlockIds,
-    Bytes,
     Chunk,
     DeviceBackend,
     FdSource,
@@ -44,6 +42,7 @@ class CacheContext:
         self._lock = threading.Lock()
         self._copies = 0
         self._closed = False
+        self._unmapped = False
 
     @classmethod
     def open(cls, backend: DeviceBackend, sources: Sequence[FdSource], groups: Sequence[GroupPlace]) -> Self:
@@ -55,6 +54,7 @@ class CacheContext:
         Raises:
             InvalidHandle: A handle that is too small for its layout, or not safe to map.
             InvalidLayout: A plane that cannot be copied.
+            ServerBusy: Workers' memory takes too much of this process already.
             HandleOpenError: The system refuses a mapping.
         """
         mappings: list[Mapping] = []
@@ -65,7 +65,7 @@ class CacheContext:
             return cls(backend, mappings, groups)
         except BaseException as error:
             for source in waiting:
-                os.close(source.fd)
+                syscalls.close_foreign(source.fd)
             for text in _close_all(backend, mappings):
                 error.add_note(f"and then: {text}")
             raise
@@ -77,57 +77,37 @@ class CacheContext:
 
     @property
     def mapped_bytes(self) -> int:
-        """How much of the worker's memory is mapped; 0 once closed."""
-        return 0 if self._closed else sum(mapping.nbytes for mapping in self._mappings)
+        """How much of the worker's memory is borrowed, mapped or by descriptor; 0 once ``close`` is through.
+
+        A close that hangs or failed leaves it as it was.
+        """
+        return 0 if self._unmapped else sum(mapping.nbytes for mapping in self._mappings)
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` has run."""
         return self._closed
 
-    def gather_chunk(self, blocks: Sequence[BlockIds], out: Bytes, may_continue: MayContinue) -> bool:
-        """Copy one chunk out of the worker's memory.
+    def gather_chunks(self, chunks: Iterable[Chunk], may_continue: MayContinue) -> int:
+        """Copy chunks out of the worker's memory, in order.
 
         Args:
-            blocks: Block ids of the chunk, per group.
-            out: The chunk's bytes: group after group, plane after plane, block after block.
+            chunks: What to copy, taken one by one as their turn comes; their ``skip`` does not matter.
             may_continue: Asked before each slice of at most 8 MiB; may be called from this thread only.
 
         Returns:
-            False where ``may_continue`` ended it early; ``out`` then holds no chunk.
+            How many of them are complete: all but where ``may_continue`` ended it early, in which case the next one's
+            memory holds no chunk.
 
         Raises:
             InternalError: The context is closed.
             InvalidBlocks: A block id outside the layout.
             InvalidHandle: The peer took its memory away.
         """
-        with self._borrowed():
-            return self._backend.gather(self._placement, Chunk(blocks, out), may_continue)
-
-    def scatter_chunk(
-        self,
-        blocks: Sequence[BlockIds],
-        source: Bytes,
-        may_continue: MayContinue,
-        skip_blocks: Sequence[int] = (),
-    ) -> bool:
-        """Copy one chunk into the worker's memory; like ``gather_chunk`` otherwise.
-
-        Args:
-            blocks: Block ids of the chunk, per group.
-            source: The chunk's bytes.
-            may_continue: Asked before each slice.
-            skip_blocks: Per group, how many of the first blocks are not written; their ids are not looked at.
-        """
-        with self._borrowed():
-            return self._backend.scatter(self._placement, Chunk(blocks, source, skip_blocks), may_continue)
-
-    def gather_chunks(self, chunks: Sequence[Chunk], may_continue: MayContinue) -> int:
-        """Copy several chunks out, in order; give how many of them are complete."""
         return self._copy_all(self._backend.gather, chunks, may_continue)
 
-    def scatter_chunks(self, chunks: Sequence[Chunk], may_continue: MayContinue) -> int:
-        """Copy several chunks in, in order; give how many of them are complete."""
+    def scatter_chunks(self, chunks: Iterable[Chunk], may_continue: MayContinue) -> int:
+        """Copy chunks into the worker's memory, but for the blocks they skip; like ``gather_chunks`` otherwise."""
         return self._copy_all(self._backend.scatter, chunks, may_continue)
 
     def close(self) -> None:
@@ -154,18 +134,21 @@ class CacheContext:
                 f"{len(failures)} of {len(self._mappings)} mappings could not be closed, see failures",
                 failures=failures,
             )
+        self._unmapped = True
 
     def _copy_all(
         self,
         copy: Callable[[Placement, Chunk, MayContinue], bool],
-        chunks: Sequence[Chunk],
+        chunks: Iterable[Chunk],
         may_continue: MayContinue,
     ) -> int:
+        done = 0
         with self._borrowed():
-            for done, chunk in enumerate(chunks):
+            for chunk in chunks:
                 if not copy(self._placement, chunk, may_continue):
-                    return done
-        return len(chunks)
+                    break
+                done += 1
+        return done
 
     @contextmanager
     def _borrowed(self) -> Iterator[None]:

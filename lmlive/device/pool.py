@@ -7,7 +7,7 @@ loop; ``close`` may come from another thread at any time and waits for one step 
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ RULE = "pool_bytes is at most 80 % of the memory available to this process"
 HUGE_BYTES = 2 << 20
 
 _UNLIMITED = 1 << 60
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -116,7 +117,7 @@ class PoolMemory:
                     syscalls.populate(self._address, start, stop, allocate=False)
                 except OSError as error:
                     raise StartError(
-                        f"the pool's memory ran out at {start} of {self.nbytes} bytes: set a smaller pool_bytes",
+                        f"pool_bytes: memory ran out after {_left(start)} of {_asked(self.nbytes)}: set a smaller one",
                         asked=self.nbytes,
                         available=start,
                         rule=RULE,
@@ -139,9 +140,11 @@ class PoolMemory:
                 os.close(self.fd)
 
     def _refuse_too_large(self, available: int) -> None:
-        if self.nbytes > available * 4 // 5:
+        most = available * 4 // 5
+        if self.nbytes > most:
             raise StartError(
-                f"a pool of {self.nbytes} bytes is too large for {available} available bytes: set a smaller pool_bytes",
+                f"pool_bytes: a pool of {_asked(self.nbytes)} is over 80 % of the {_left(available)} available "
+                f"(at most {_left(most)}): set a smaller one",
                 asked=self.nbytes,
                 available=available,
                 rule=RULE,
@@ -160,7 +163,7 @@ class PoolMemory:
             fd, address = _map_new(self.nbytes, huge=False)
         except OSError as error:
             raise StartError(
-                f"a pool of {self.nbytes} bytes cannot be had: {error}",
+                f"pool_bytes: a pool of {_asked(self.nbytes)} cannot be had ({error}): set a smaller one",
                 asked=self.nbytes,
                 available=0,
                 rule=RULE,
@@ -193,6 +196,24 @@ def _groups(cgroup: str) -> Iterator[GroupMemory]:
         while here.is_relative_to(root):
             yield GroupMemory(_text(here / names[0]), _text(here / names[1]), _text(here / "memory.stat"))
             here = here.parent
+
+
+def _left(nbytes: int) -> str:
+    """Give a size for people, rounded down: who then asks for as much must get it."""
+    return _size(nbytes, lambda tenths, factor: tenths // factor)
+
+
+def _asked(nbytes: int) -> str:
+    """Give a size for people, rounded up: it must not read like one that would have been taken."""
+    return _size(nbytes, lambda tenths, factor: -(-tenths // factor))
+
+
+def _size(nbytes: int, divide: Callable[[int, int], int]) -> str:
+    for unit, factor in _UNITS:
+        if nbytes >= factor:
+            tenths = divide(nbytes * 10, factor)
+            return f"{tenths // 10}.{tenths % 10} {unit}"
+    return f"{nbytes} B"
 
 
 def _free_huge_bytes() -> int:

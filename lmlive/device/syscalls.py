@@ -5,11 +5,14 @@
 forgotten array keeps it alive and no array may be used after it. Any thread.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import socket
+import struct
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -29,6 +32,8 @@ MADV_POPULATE_WRITE = 23
 F_SEAL_SEAL = 0x1
 F_SEAL_SHRINK = 0x2
 F_SEAL_GROW = 0x4
+F_SEAL_WRITE = 0x8
+F_SEAL_FUTURE_WRITE = 0x10
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _MFD_HUGETLB = 0x4
@@ -36,6 +41,8 @@ _MFD_HUGE_2MB = 21 << 26
 
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
+
+_LINGER_OFF = struct.pack("2i", 0, 0)
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -52,6 +59,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc.setsockopt.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
 
 
 def _raise(call: str) -> None:
@@ -73,13 +81,12 @@ def make_memfd(name: str, nbytes: int, *, huge: bool = False) -> int:
 
 
 def seals_of(fd: int) -> int:
-    """Give the seals of a file; 0 where the file cannot carry any."""
-    try:
-        return fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return 0
-        raise
+    """Give the seals of a memory file; the one question that nobody but the kernel answers, so that it never waits.
+
+    Raises:
+        OSError: The file is neither on tmpfs nor on hugetlbfs.
+    """
+    return fcntl.fcntl(fd, _F_GET_SEALS)
 
 
 def filesystem_magic(fd: int) -> int:
@@ -88,6 +95,28 @@ def filesystem_magic(fd: int) -> int:
     if _libc.fstatfs(fd, buffer) != 0:
         _raise("fstatfs")
     return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], "little") & 0xFFFFFFFF
+
+
+def reopen(fd: int) -> int:
+    """Open a file again for reading and writing, with a file description of our own.
+
+    What a peer sent shares its flags with the peer, who may set them at any time: by O_APPEND each write would go to
+    the end of the file. O_NONBLOCK: a lease that somebody holds on the file is an error, not a wait; on memory files it
+    means nothing else.
+    """
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def close_foreign(fd: int) -> None:
+    """Close a descriptor that somebody else sent, whatever it is; never raises.
+
+    The last close of a socket with SO_LINGER waits for its far end: it is told not to. Nothing else is asked about the
+    descriptor before: a file system of a peer's own could let that wait. It can let the close itself wait as well, so
+    that this is nothing for an event loop.
+    """
+    _libc.setsockopt(fd, socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_OFF, len(_LINGER_OFF))  # only sockets take it
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def map_shared(fd: int, nbytes: int) -> int:
@@ -157,6 +186,12 @@ def written_ranges(fd: int, nbytes: int) -> Iterator[tuple[int, int]]:
             raise
         if start < position:
             yield start, position
+
+
+def address_space() -> int:
+    """Give the bytes of address space that this process has, by the place of what is mapped at its top."""
+    top = ctypes.cast(_libc.mmap, ctypes.c_void_p).value or 0
+    return 1 << top.bit_length()
 
 
 def view_of(address: int, nbytes: int) -> Bytes:

@@ -26,7 +26,7 @@ from lmlive.liveness.watch import Moment, Watch
 from lmlive.modules.call import Call, Connection
 from lmlive.modules.entries import ContextEntry, Entries
 from lmlive.modules.events import EventLog
-from lmlive.modules.tethers import TetherRecord
+from lmlive.modules.tethers import Discard, TetherRecord
 
 Cancel = Callable[[], None]
 
@@ -107,8 +107,12 @@ class Books:
         errors: Error replies, by the error's name.
         tether_path: Where peers of this host find the tether; None if nowhere.
         later: Calls back after so many seconds, on the loop; gives a function that cancels.
-        status: The whole status as one map.
+        status: Reads the whole status; gives what makes one map of it, in any thread.
+        discard: Closes descriptors off the loop: the last one of a large memory file may take seconds.
         readmit: Puts a deferred call through its admit again; the dispatcher sets it.
+
+    Attributes:
+        sweeping: Whether the next pass over ended leases is on its way.
     """
 
     config: ServerConfig
@@ -131,8 +135,10 @@ class Books:
     errors: Counter[str] = field(default_factory=Counter)
     tether_path: str | None = None
     later: Callable[[float, Callable[[], None]], Cancel]
-    status: Callable[[], dict[str, object]]
+    status: Callable[[], Callable[[], dict[str, object]]]
+    discard: Discard
     readmit: Callable[[Call], None] = Call.defer
+    sweeping: bool = field(init=False, default=False)
 
     def moment(self) -> Moment:
         """Give the present in watched time."""
@@ -147,3 +153,22 @@ class Books:
         if entry.live:
             self.roster.touch(entry.instance_id, entry.generation, self.moment())
         self.entries.give_back(entry)
+
+    def end_leases(self, owner: bytes) -> None:
+        """End all leases of an owner that is gone."""
+        self.leases.end_owner(owner)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what ended leases pinned, free what was cleared, evict by watermark.
+
+        It goes pass by pass: others have their turn between two passes.
+        """
+        if not self.sweeping:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        pinned = self.leases.sweep(self.moment().running)
+        self.sweeping = self.store.sweep() or pinned
+        if self.sweeping:
+            self.later(0.0, self._sweep)

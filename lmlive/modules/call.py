@@ -18,8 +18,8 @@ from lmlive.protocol.messages import Request
 
 Body = TypeVar("Body")
 
-Answer = Callable[["Call", list[object] | None, BaseException | None], None]
-"""Sends the reply of a call: its payload, or the error."""
+Answer = Callable[["Call", list[object] | bytes | None, BaseException | None], None]
+"""Sends the reply of a call: its payload, packed already or not, or the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Call:
             raise InternalError("a handler got another verb's message", verb=self.header.code, expected=kind.__name__)
         return self.message
 
-    def reply(self, payload: list[object]) -> None:
-        """Answer with a result."""
+    def reply(self, payload: list[object] | bytes) -> None:
+        """Answer with a result; bytes are one that a lane packed."""
         self._finish(payload, None)
 
     def fail(self, error: BaseException) -> None:
@@ -102,7 +102,7 @@ class Call:
         """Tell whether the caller's deadline lies before ``now_ns`` on the server's monotonic clock."""
         return 0 < self.header.deadline_ns < now_ns
 
-    def _finish(self, payload: list[object] | None, error: BaseException | None) -> None:
+    def _finish(self, payload: list[object] | bytes | None, error: BaseException | None) -> None:
         if self.answered:
             self._twice(self)
             return

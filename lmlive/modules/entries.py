@@ -41,6 +41,9 @@ class ContextEntry:
         in_flight: How many transfers borrow it.
         state: Where it stands.
         waiters: Called once when the entry is released.
+
+    Attributes:
+        mapped_bytes: Bytes of the worker's memory mapped here; 0 once it is released, and not before.
     """
 
     registration: Registration
@@ -50,6 +53,12 @@ class ContextEntry:
     in_flight: int = 0
     state: EntryState = EntryState.LIVE
     waiters: list[Callable[[], None]] = field(default_factory=list)
+    mapped_bytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Note how much is mapped: the entry answers for it until it is released."""
+        if self.context is not None:
+            self.mapped_bytes = self.context.mapped_bytes
 
     @property
     def instance_id(self) -> int:
@@ -65,13 +74,6 @@ class ContextEntry:
     def live(self) -> bool:
         """Whether its registration still stands: only then may a STORE be published."""
         return self.state is EntryState.LIVE
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of the worker's memory mapped here."""
-        if self.context is None or self.state is EntryState.RELEASED:
-            return 0
-        return self.context.mapped_bytes
 
     def __repr__(self) -> str:
         """Name the generation and its state."""
@@ -97,6 +99,9 @@ class Entries:
         self.on_releasable: Callable[[], None] = _nothing
         self.releases = ReleaseCounts()
         self._unreleased: dict[ContextEntry, None] = {}
+        self._gone: dict[ContextEntry, None] = {}
+        self._borrowed: dict[ContextEntry, None] = {}
+        self._all_of_instance: dict[int, dict[ContextEntry, None]] = {}
         self._live: dict[int, ContextEntry] = {}
         self._of_instance: dict[int, ContextEntry] = {}
         self._layouts: dict[tuple[str, str, int], dict[int, Counter[bytes]]] = {}
@@ -113,7 +118,7 @@ class Entries:
         """Take in a new live entry; its predecessor must be detached already."""
         if entry.generation in self._live or entry.instance_id in self._of_instance:
             raise InternalError("a live entry was installed twice", generation=entry.generation)
-        self._unreleased[entry] = None
+        self._take_in(entry)
         self._live[entry.generation] = entry
         self._of_instance[entry.instance_id] = entry
         if entry.namespace is not None:
@@ -121,7 +126,8 @@ class Entries:
 
     def discard(self, entry: ContextEntry) -> None:
         """Take in what was opened and must never be live, to be released."""
-        self._unreleased[entry] = None
+        self._take_in(entry)
+        self._gone[entry] = None
         self._make_releasable(entry)
 
     def borrow(self, generation: int) -> ContextEntry | None:
@@ -129,6 +135,7 @@ class Entries:
         entry = self._live.get(generation)
         if entry is not None:
             entry.in_flight += 1
+            self._borrowed[entry] = None
         return entry
 
     def give_back(self, entry: ContextEntry) -> None:
@@ -136,7 +143,10 @@ class Entries:
         if entry.in_flight <= 0:
             raise InternalError("an entry was given back more often than borrowed", generation=entry.generation)
         entry.in_flight -= 1
-        if entry.state is EntryState.CONDEMNED and entry.in_flight == 0:
+        if entry.in_flight:
+            return
+        del self._borrowed[entry]
+        if entry.state is EntryState.CONDEMNED:
             self._make_releasable(entry)
 
     def detach(self, generation: int) -> ContextEntry | None:
@@ -145,6 +155,7 @@ class Entries:
         if entry is None:
             return None
         entry.state = EntryState.CONDEMNED
+        self._gone[entry] = None
         del self._of_instance[entry.instance_id]
         if entry.namespace is not None:
             self._count_layout(entry.namespace, -1)
@@ -157,7 +168,13 @@ class Entries:
         if entry.state not in (EntryState.RELEASING, EntryState.STUCK):
             raise InternalError("an entry was released out of turn", generation=entry.generation, state=entry.state)
         entry.state = EntryState.RELEASED
+        entry.mapped_bytes = 0
         del self._unreleased[entry]
+        del self._gone[entry]
+        siblings = self._all_of_instance[entry.instance_id]
+        del siblings[entry]
+        if not siblings:
+            del self._all_of_instance[entry.instance_id]
         self.releases.done += 1
         self.releases.by_exit += by_exit
         waiters, entry.waiters = entry.waiters, []
@@ -175,7 +192,17 @@ class Entries:
 
     def unreleased(self, instance_id: int) -> list[ContextEntry]:
         """Give every entry of an instance that is not released: at most one live one, and its ghosts."""
-        return [entry for entry in self._unreleased if entry.instance_id == instance_id]
+        return list(self._all_of_instance.get(instance_id, ()))
+
+    @property
+    def gone(self) -> Iterator[ContextEntry]:
+        """Go through what is not live any more and not released yet."""
+        return iter(tuple(self._gone))
+
+    @property
+    def borrowed(self) -> Iterator[ContextEntry]:
+        """Go through what a transfer borrows now."""
+        return iter(tuple(self._borrowed))
 
     def layouts(self, model: str, revision: str, world_size: int) -> Mapping[int, Mapping[bytes, int]]:
         """Give rank -> layout key -> number of live workers, for the live workers of a model."""
@@ -184,12 +211,16 @@ class Entries:
     @property
     def pending(self) -> int:
         """How many are condemned or releasing."""
-        return sum(entry.state in (EntryState.CONDEMNED, EntryState.RELEASING) for entry in self)
+        return sum(entry.state in (EntryState.CONDEMNED, EntryState.RELEASING) for entry in self._gone)
 
     @property
     def stuck_count(self) -> int:
         """How many releases are past their deadline."""
-        return sum(entry.state is EntryState.STUCK for entry in self)
+        return sum(entry.state is EntryState.STUCK for entry in self._gone)
+
+    def _take_in(self, entry: ContextEntry) -> None:
+        self._unreleased[entry] = None
+        self._all_of_instance.setdefault(entry.instance_id, {})[entry] = None
 
     def _make_releasable(self, entry: ContextEntry) -> None:
         entry.state = EntryState.RELEASING

@@ -35,7 +35,9 @@ class EventLog:
     def emit(self, kind: str, at: float, **facts: object) -> Event:
         """Write an event down; facts are strings, numbers, booleans or None."""
         self.last_seq += 1
-        event: Event = {"seq": self.last_seq, "kind": kind, "at": at, **facts}
+        event: Event = {"seq": self.last_seq, "kind": kind, "at": at}
+        for name, value in facts.items():
+            event[name] = escape(value) if isinstance(value, str) else value
         self._events.append(event)
         return event
 
@@ -61,6 +63,14 @@ def spell(facts: Mapping[str, object]) -> str:
     return " ".join(f"{name}={_word(value)}" for name, value in facts.items() if value is not None)
 
 
+def escape(text: str) -> str:
+    """Spell out whatever would not be seen: a peer's text must not move a reader's cursor, nor begin a line."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def _word(value: object) -> str:
     text = str(value)
-    return repr(text) if not text or any(letter.isspace() or letter in "\"'=" for letter in text) else text
+    plain = text.isprintable() and not any(letter in " \"'=" for letter in text)
+    return text if text and plain else repr(text)

@@ -4,7 +4,6 @@ Nothing here registers anybody. Loop thread only; ``Opener.run`` is for the regi
 """
 
 import hashlib
-import os
 
 import msgpack
 
@@ -82,7 +81,7 @@ def take_sources(message: Register, tether: TetherRecord | None) -> list[FdSourc
         for handle in handles:
             sources.append(FdSource(table.take(handle.index), handle.nbytes, table.uid))  # noqa: PERF401 - may raise
     except InvalidHandle:
-        close_sources(sources)
+        table.waiting.discard([source.fd for source in sources])
         raise
     finally:
         table.close()
@@ -114,13 +113,6 @@ class Opener:
         self._began = True
         return CacheContext.open(self._backend, self._sources, self._groups)
 
-    def close_unused(self) -> None:
-        """Close the descriptors if the lane never came to it."""
-        if not self._began:
-            close_sources(self._sources)
-
-
-def close_sources(sources: list[FdSource]) -> None:
-    """Close descriptors that nobody will open."""
-    for source in sources:
-        os.close(source.fd)
+    def take_unused(self) -> list[int]:
+        """Give the descriptors away if the lane never came to it."""
+        return [] if self._began else [source.fd for source in self._sources]

@@ -8,12 +8,12 @@ All of them answer from their admit. Loop thread only.
 
 import logging
 
-from lmlive.cache.keys import Namespace, split_keys
+from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import Share
 from lmlive.errors import StaleEpoch
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
-from lmlive.modules.checks import check_tokens
+from lmlive.modules.checks import read_keys
 from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Work
 from lmlive.protocol.messages import Clear, Lookup, LookupReply, Release
@@ -33,10 +33,9 @@ def admit_lookup(books: Books, call: Call) -> Work | None:
     message = call.body(Lookup)
     if call.connection is None:
         raise StaleEpoch("no HELLO on this connection: say it first", hello=True)
-    keys = split_keys(message.keys)
-    check_tokens(books.config, len(keys))
+    keys = read_keys(books.config, message.keys)
     shares, reason = _find(books, message, keys)
-    count = min((len(chunks) for share in shares.values() for chunks in share.values()), default=0)
+    count = min((chunks.size for share in shares.values() for chunks in share.values()), default=0)
     leases = books.leases
     now = call.moment.running
     lease = message.lease
@@ -53,21 +52,22 @@ def _find(books: Books, message: Lookup, keys: list[bytes]) -> tuple[dict[int, S
     if not all(rank in layouts for rank in range(message.world_size)):
         return {}, "no_worker"
     shares: dict[int, Share] = {}
-    count = len(keys)
+    count = asked = len(keys)
     for rank in range(message.world_size):
         share: Share = {}
         for layout_key in layouts[rank]:
             namespace = Namespace(message.model, message.revision, layout_key, rank, message.world_size)
-            share[namespace] = tuple(books.store.held(namespace, keys[:count]))
-            count = len(share[namespace])
+            share[namespace] = books.store.held(namespace, keys)
+            if share[namespace].size < count:
+                count = share[namespace].size
+                keys = keys[:count]
             if not count:
                 return {}, "miss"
         shares[rank] = share
     for share in shares.values():
         for namespace, chunks in share.items():
             share[namespace] = chunks[:count]
-            books.store.touch(chunks[:count])
-    return shares, "hit" if count == len(keys) else "partial"
+    return shares, "hit" if count == asked else "partial"
 
 
 def admit_release(books: Books, call: Call) -> Work | None:
@@ -77,12 +77,13 @@ def admit_release(books: Books, call: Call) -> Work | None:
 
 
 def admit_clear(books: Books, call: Call) -> Work | None:
-    """Take a model's chunks, or all, out of the index, and answer with their number."""
+    """Take a model's chunks, or all, out of the index, and answer with their number; sweeps free what is many."""
     model = call.body(Clear).model
     chunks = books.store.clear(model)
     facts: dict[str, object] = {"model": model, "chunks": chunks}
     note(log, logging.INFO, "cleared", facts)
     books.emit("cleared", **facts)
+    books.sweep()
     call.reply([chunks])
     return None
 

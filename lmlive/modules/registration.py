@@ -1,15 +1,14 @@
-"""REGISTER and UNREGISTER: how an instance comes, and how it takes its leave.
+"""REGISTER: how an instance comes.
 
 Opening handles may take seconds, so REGISTER has all three phases. Between admit and settle nothing is promised: the
 registration is made in settle, and only if the server still serves, the secret still stands and the process still
 lives; else what was opened is released. The same REGISTER repeated meanwhile joins the first one; a different one waits
-for its turn. UNREGISTER is answered when the memory is released, or after a while with ``ReleasePending``.
+for its turn.
 
 Loop thread only; the handles are opened in the register lane.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +18,8 @@ from lmlive.device.context import CacheContext
 from lmlive.errors import (
     InternalError,
     LMLiveError,
-    ReleasePending,
     ServerBusy,
-    UnknownInstance,
+    ServerDraining,
 )
 from lmlive.liveness.evidence import Evidence
 from lmlive.liveness.roster import Facts, Outcome, Registration
@@ -34,7 +32,7 @@ from lmlive.modules.handles import Opener, fingerprint, places, read_layout, tak
 from lmlive.modules.management import hash_secret
 from lmlive.modules.removal import remove
 from lmlive.modules.tethers import TetherRecord
-from lmlive.protocol.messages import Register, RegisterReply, Unregister
+from lmlive.protocol.messages import Register, RegisterReply
 from lmlive.protocol.verbs import Verb
 
 log = logging.getLogger("lmlive.server")
@@ -42,13 +40,7 @@ log = logging.getLogger("lmlive.server")
 OPENINGS_PER_THREAD = 16
 """How many REGISTERs may be on their way for each thread of the lane, before the next one is told to come again."""
 
-RELEASE_PATIENCE = 2.5
-"""Seconds for which UNREGISTER waits for the release before it says that it is pending."""
-
 _RETRY_AFTER = 0.5
-
-
-# REGISTER
 
 
 def admit_register(books: Books, call: Call) -> Work | None:
@@ -95,7 +87,7 @@ def _settle_register(  # noqa: PLR0917 - all but the last two are bound by admit
 ) -> None:
     """Install what was opened, or release it; then answer everyone who asked for it."""
     del books.openings[facts.instance_id]
-    opener.close_unused()
+    books.discard(opener.take_unused())
     context = result if isinstance(result, CacheContext) else None
     refusal = error or _install(books, opening, facts, layout, context)
     if refusal is not None and not isinstance(refusal, LMLiveError):
@@ -122,7 +114,7 @@ def _install(
     if context is None:
         return InternalError("the register lane opened nothing")
     if books.state != "serving":
-        return UnknownInstance("the server began to drain meanwhile: nothing was registered")
+        return ServerDraining("the server began to drain meanwhile, nothing was registered: wait for its successor")
     facts = _with_evidence(facts, books.tethers.get(facts.secret_hash))
     try:
         registration = _enroll(books, opening.joined[0], facts, mapped_bytes=context.mapped_bytes)
@@ -183,85 +175,4 @@ def _with_evidence(facts: Facts, tether: TetherRecord | None) -> Facts:
     return replace(facts, evidence=tether.evidence, pid=tether.pid, tether_open=tether.open)
 
 
-# UNREGISTER
-
-
-def admit_unregister(books: Books, call: Call) -> Work | None:
-    """End a secret and its registration; answer once all memory of the instance is released."""
-    secret_hash = hash_secret(call.body(Unregister).secret)
-    instance_id = call.header.instance_id or _instance_of(books, secret_hash)
-    removal = books.roster.unregister(instance_id, secret_hash, call.moment)
-    if removal is not None:
-        remove(books, removal)
-    books.leases.end_owner(secret_hash)
-    tether = books.tethers.get(secret_hash)
-    if tether is not None:
-        tether.table.close()
-    farewell = _Farewell(books, call)
-    for entry in books.entries.unreleased(instance_id):
-        if entry.registration.secret_hash == secret_hash:
-            entry.waiters.append(farewell.expect())
-    opening = books.openings.get(instance_id)
-    if opening is not None and opening.secret_hash == secret_hash:
-        opening.waiters.append(farewell.expect())
-    farewell.begin()
-    return None
-
-
-def _instance_of(books: Books, secret_hash: bytes) -> int:
-    """Find whom a secret speaks for, where the header does not say; 0 for nobody."""
-    for registration in books.roster.snapshot():
-        if registration.secret_hash == secret_hash:
-            return registration.instance_id
-    for instance_id, opening in books.openings.items():
-        if opening.secret_hash == secret_hash:
-            return instance_id
-    for entry in books.entries:
-        if entry.registration.secret_hash == secret_hash:
-            return entry.instance_id
-    return 0
-
-
-class _Farewell:
-    """Answers one UNREGISTER when all it waits for has come, or when its patience ends."""
-
-    def __init__(self, books: Books, call: Call) -> None:
-        self._books = books
-        self._call = call
-        self._missing = 0
-        self._cancel = _nothing
-
-    def expect(self) -> Callable[[], None]:
-        """Wait for one more release."""
-        self._missing += 1
-        return self._arrived
-
-    def begin(self) -> None:
-        """Answer at once if there is nothing to wait for."""
-        if not self._missing:
-            self._call.reply([True])
-            return
-        self._call.defer()
-        self._cancel = self._books.later(RELEASE_PATIENCE, self._give_up)
-
-    def _arrived(self) -> None:
-        self._missing -= 1
-        if not self._missing and not self._call.answered:
-            self._cancel()
-            self._call.reply([True])
-
-    def _give_up(self) -> None:
-        if not self._call.answered:
-            self._call.fail(
-                ReleasePending(
-                    "the memory is still in use here: keep it until a later answer says True, or until you exit",
-                    pending=self._missing,
-                )
-            )
-
-
-def _nothing() -> None:
-    """Cancel nothing."""
-
-
-HANDLERS: HandlerTable = {Verb.REGISTER: admit_register, Verb.UNREGISTER: admit_unregister}
+HANDLERS: HandlerTable = {Verb.REGISTER: admit_register}

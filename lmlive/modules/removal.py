@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lmlive.liveness.evidence import Exit
-from lmlive.liveness.roster import Reason, Removal
+from lmlive.liveness.registration import REAPS, Removal
 from lmlive.modules.books import Books
 from lmlive.modules.entries import ContextEntry
 from lmlive.modules.events import note
@@ -20,9 +20,6 @@ log = logging.getLogger("lmlive.server")
 
 SLOW_TARGET = 0.05
 """Seconds: a target's call that took longer is logged, because it ran on the loop."""
-
-REAPS = frozenset({Reason.EXIT, Reason.SILENCE, Reason.NEVER_PINGED, Reason.TARGET, Reason.REQUESTED})
-"""Reasons that are a verdict; the others were asked for by the worker or by the server's own end."""
 
 Result = TypeVar("Result")
 

@@ -4,19 +4,26 @@
 it was told to, slice by slice, and asks before each slice whether it may go on. ``settle`` publishes or gives up, gives
 back and answers. So a chunk is visible whole or not at all, and nothing is unmapped or evicted under a copy.
 
-Loop thread, but for ``_may_continue``, which says so.
+A prompt may have thousands of chunks, so the loop handles them by the array; what is said of each one, its piece of the
+copy, is made in the lane.
+
+Loop thread, but for ``_Pieces`` and ``_may_continue``, which say so.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lmlive.cache.keys import Namespace, split_keys
+from lmlive.cache.arena import Offsets
+from lmlive.cache.claims import Claim, Refused, Reservation
+from lmlive.cache.columns import Chunks
+from lmlive.cache.keys import Namespace
 from lmlive.cache.layout import KVLayout
-from lmlive.cache.store import Chunk, ChunkStore, Refused, Reservation
 from lmlive.clock import Clock
 from lmlive.device import backend
 from lmlive.device.context import CacheContext
@@ -30,11 +37,14 @@ from lmlive.errors import (
 )
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
-from lmlive.modules.checks import Ids, check_skip, check_tokens, check_writable, read_blocks
+from lmlive.modules.checks import Ids, check_skip, check_writable, read_blocks, read_keys
 from lmlive.modules.entries import ContextEntry
+from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Lane, Work
 from lmlive.protocol.messages import Retrieve, RetrieveReply, Store, StoreReply
 from lmlive.protocol.verbs import Verb
+
+log = logging.getLogger("lmlive.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +75,39 @@ class _Transfer:
     chunk_tokens: int
     pool: npt.NDArray[np.uint8]
 
-    def piece(self, index: int, place: Chunk | Reservation) -> backend.Chunk:
-        """Say what the lane copies for one chunk of the request."""
-        offset, nbytes = place.extent
-        blocks, skip = [], []
-        for group, ids in zip(self.layout.groups, self.blocks, strict=True):
-            per_chunk = self.chunk_tokens // group.block_tokens
-            first = index * per_chunk
-            blocks.append(ids[first : first + per_chunk])
-            skip.append(min(max(self.skip_tokens // group.block_tokens - first, 0), per_chunk))
-        return backend.Chunk(blocks, self.pool[offset : offset + nbytes], skip)
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the lane copies: nothing here changes after admit, and each piece is made as its turn comes.
+
+    Args:
+        transfer: The request; of it the layout, the blocks, the pool and the numbers.
+        indices: Which chunks of the request.
+        offsets: Where they lie in the pool.
+    """
+
+    transfer: _Transfer
+    indices: Chunks
+    offsets: Offsets
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of each."""
+        return self.transfer.layout.chunk_bytes(self.transfer.chunk_tokens)
+
+    def __iter__(self) -> Iterator[backend.Chunk]:
+        """Give the pieces in order; lane thread."""
+        transfer, nbytes = self.transfer, self.chunk_bytes
+        groups = [
+            (ids, transfer.chunk_tokens // group.block_tokens, transfer.skip_tokens // group.block_tokens)
+            for group, ids in zip(transfer.layout.groups, transfer.blocks, strict=True)
+        ]
+        for index, offset in zip(self.indices.tolist(), self.offsets.tolist(), strict=True):
+            yield backend.Chunk(
+                [ids[index * blocks : (index + 1) * blocks] for ids, blocks, _ in groups],
+                transfer.pool[offset : offset + nbytes],
+                [min(max(skip - index * blocks, 0), blocks) for _, blocks, skip in groups],
+            )
 
 
 def admit_store(books: Books, call: Call) -> Work | None:
@@ -85,87 +118,80 @@ def admit_store(books: Books, call: Call) -> Work | None:
         call.reply(StoreReply(0, 0, "partial_chunk").to_payload())
         return None
     store = books.store
-    plan = _plan(store, transfer)
-    store.touch(plan.held)
-    if not plan.reservations:
-        store.give_back(plan.held)
-        tokens = store.prefix(transfer.namespace, transfer.keys) * transfer.chunk_tokens
-        call.reply(StoreReply(tokens, 0, plan.reason or "present").to_payload())
+    claim = store.claim(
+        transfer.namespace,
+        transfer.keys,
+        transfer.layout.chunk_bytes(transfer.chunk_tokens),
+        transfer.entry.generation,
+        first=-(-transfer.skip_tokens // transfer.chunk_tokens),
+    )
+    if claim.reservation is None:
+        store.give_back(claim.held)
+        tokens = store.held(transfer.namespace, transfer.keys).size * transfer.chunk_tokens
+        call.reply(StoreReply(tokens, 0, claim.refused.value if claim.refused else "present").to_payload())
         return None
-    store.copy_started(plan.reservations)
-    pieces = [transfer.piece(index, place) for index, place in zip(plan.indices, plan.reservations, strict=True)]
-    run = partial(transfer.context.gather_chunks, pieces, _may_continue(books.clock, transfer))
-    return _work(books, transfer, run, pieces, partial(_settle_store, books, transfer, plan))
+    store.copy_started(claim.reservation)
+    pieces = _Pieces(transfer, claim.indices, store.offsets(claim.reservation.chunks))
+    settle = partial(_settle_store, books, transfer, _Plan(claim, claim.reservation))
+    return _work(books, transfer.context.gather_chunks, pieces, settle)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What a STORE does.
+class _Plan(NamedTuple):
+    """What a STORE does: what it claimed, of which there is something to write."""
 
-    Args:
-        held: Chunks that are there already, pinned until it settles so that its prefix stays one.
-        indices: Which chunks of the request are written.
-        reservations: Room for them.
-        reason: Why it does not write all that is not held; empty if it does.
-    """
-
-    held: list[Chunk]
-    indices: list[int]
-    reservations: list[Reservation]
-    reason: str
-
-
-def _plan(store: ChunkStore, transfer: _Transfer) -> _Plan:
-    """Go through the chunks in order, from token 0 to the first that can be neither found nor written."""
-    nbytes = transfer.layout.chunk_bytes(transfer.chunk_tokens)
-    held: list[Chunk] = []
-    indices: list[int] = []
-    reservations: list[Reservation] = []
-    reason = ""
-    for index, key in enumerate(transfer.keys):
-        chunk = store.find(transfer.namespace, key)
-        if chunk is not None:
-            store.borrow([chunk])
-            held.append(chunk)
-            continue
-        if store.writing(transfer.namespace, key):
-            reason = Refused.IN_PROGRESS.value
-            continue
-        if index * transfer.chunk_tokens < transfer.skip_tokens:
-            reason = "gap"
-            break
-        taken = store.reserve(transfer.namespace, key, nbytes, transfer.entry.generation)
-        if isinstance(taken, Refused):
-            reason = taken.value
-            break
-        indices.append(index)
-        reservations.append(taken)
-    return _Plan(held, indices, reservations, reason)
+    claim: Claim
+    reservation: Reservation
 
 
 def _settle_store(
     books: Books, transfer: _Transfer, plan: _Plan, copied: object | None, error: BaseException | None
 ) -> None:
+    claim, reservation = plan
     store = books.store
-    store.copy_ended(plan.reservations)
-    store.give_back(plan.held)
+    store.copy_ended(reservation)
+    store.give_back(claim.held)
     books.give_back(transfer.entry)
     refusal = error or _why_not(books, transfer)
-    if refusal is None and copied != len(plan.reservations):
+    if refusal is None and copied != reservation.chunks.size:
         refusal = _too_late()
     if refusal is not None:
-        store.abort(plan.reservations)
+        _note_aborted(books, transfer, store.abort(reservation), refusal)
         transfer.call.fail(refusal)
         return
-    published = store.commit(plan.reservations)
+    published = store.commit(reservation)
     prefix = store.held(transfer.namespace, transfer.keys)
     store.touch(prefix)
-    # A CLEAR that came meanwhile took what was reserved and what was held: the caller stores again from token 0.
-    reason = plan.reason if len(published) == len(plan.reservations) else "gap"
-    if not reason or (reason == Refused.IN_PROGRESS.value and len(prefix) == len(transfer.keys)):
-        reason = "stored"
-    tokens = len(prefix) * transfer.chunk_tokens
-    transfer.call.reply(StoreReply(tokens, len(published), reason).to_payload())
+    tokens = prefix.size * transfer.chunk_tokens
+    whole = prefix.size == len(transfer.keys)
+    transfer.call.reply(StoreReply(tokens, published.size, _reason(claim, published, whole=whole)).to_payload())
+
+
+def _reason(claim: Claim, published: Chunks, *, whole: bool) -> str:
+    """Say how a STORE that was published ended; ``whole``: all of its prompt is held now."""
+    if published.size < claim.indices.size:
+        return "gap"  # a CLEAR that came meanwhile took it: the caller stores again from token 0
+    refused = claim.refused
+    if whole and refused in {None, Refused.IN_PROGRESS}:
+        return "stored"  # others have completed what they were writing
+    return (refused or Refused.NO_SPACE).value  # without a refusal, its own head pushed out some of its tail
+
+
+def _note_aborted(books: Books, transfer: _Transfer, chunks: int, refusal: BaseException) -> None:
+    """Write down what was given up, unless that was done already: at its worker's removal, or by a CLEAR."""
+    if not chunks:
+        return
+    registration = transfer.entry.registration
+    facts: dict[str, object] = {
+        "instance_id": str(registration.instance_id),
+        "generation": registration.generation,
+        "reason": "deadline" if isinstance(refusal, RequestTimeout) else "copy",
+        "model": registration.model,
+        "rank": registration.rank,
+        "pid": registration.pid,
+        "chunks": chunks,
+    }
+    note(log, logging.WARNING, "store_aborted", facts)
+    books.emit("store_aborted", **facts)
 
 
 def admit_retrieve(books: Books, call: Call) -> Work | None:
@@ -175,41 +201,38 @@ def admit_retrieve(books: Books, call: Call) -> Work | None:
     check_writable(transfer.layout, transfer.blocks, transfer.skip_tokens)
     chunks, leased = _borrow(books, transfer, message.lease)
     short = "lease_lost" if message.lease is not None and not leased else ""
-    tokens = len(chunks) * transfer.chunk_tokens
+    tokens = chunks.size * transfer.chunk_tokens
     if tokens <= transfer.skip_tokens:
         books.store.give_back(chunks)
         asked = len(transfer.keys) * transfer.chunk_tokens > transfer.skip_tokens
         call.reply(RetrieveReply(0, short if short and asked else "miss").to_payload())
         return None
-    first = transfer.skip_tokens // transfer.chunk_tokens
-    pieces = [transfer.piece(index, chunks[index]) for index in range(first, len(chunks))]
-    reason = "loaded" if len(chunks) == len(transfer.keys) else short or "partial"
-    run = partial(transfer.context.scatter_chunks, pieces, _may_continue(books.clock, transfer))
-    load = _Load(chunks, len(pieces), RetrieveReply(tokens, reason))
-    return _work(books, transfer, run, pieces, partial(_settle_retrieve, books, transfer, load))
+    indices = np.arange(transfer.skip_tokens // transfer.chunk_tokens, chunks.size)
+    pieces = _Pieces(transfer, indices, books.store.offsets(chunks[indices]))
+    reason = "loaded" if chunks.size == len(transfer.keys) else short or "partial"
+    load = _Load(chunks, indices.size, RetrieveReply(tokens, reason))
+    return _work(books, transfer.context.scatter_chunks, pieces, partial(_settle_retrieve, books, transfer, load))
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     """What a RETRIEVE does: the chunks it pinned, how many of them are copied, and what to say when they are."""
 
-    chunks: list[Chunk]
+    chunks: Chunks
     pieces: int
     reply: RetrieveReply
 
 
-def _borrow(books: Books, transfer: _Transfer, lease: str | None) -> tuple[list[Chunk], bool]:
+def _borrow(books: Books, transfer: _Transfer, lease: str | None) -> tuple[Chunks, bool]:
     """Pin the chunks that a RETRIEVE loads; tell whether its lease held the first of them."""
     store = books.store
-    leased: tuple[Chunk, ...] | None = None
+    leased: Chunks | None = None
     if lease is not None:
         leased = books.leases.use(lease, transfer.namespace, transfer.keys, transfer.call.moment.running)
-    chunks = list(leased or ())
-    more = store.held(transfer.namespace, transfer.keys[len(chunks) :])
+    count = leased.size if leased is not None else 0
+    more = store.held(transfer.namespace, transfer.keys[count:])
     store.borrow(more)
-    chunks += more
-    store.touch(chunks)
-    return chunks, leased is not None
+    return more if leased is None else np.concatenate((leased, more)), leased is not None
 
 
 def _settle_retrieve(
@@ -234,8 +257,7 @@ def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_
         raise InvalidLayout("registered without a cache: register with kv_caches to move KV", tensor="", field="groups")
     if books.pool is None:
         raise ServerStarting("the pool is not ready: come again", retry_after=1.0)
-    split = split_keys(keys)
-    check_tokens(books.config, len(split))
+    split = read_keys(books.config, keys)
     check_skip(entry.layout, skip_tokens)
     ids = read_blocks(books.config, entry.layout, blocks, len(split))
     return _Transfer(
@@ -253,12 +275,16 @@ def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_
 
 
 def _work(
-    books: Books, transfer: _Transfer, run: partial[int], pieces: Sequence[backend.Chunk], settle: partial[None]
+    books: Books,
+    copy: Callable[[Iterable[backend.Chunk], backend.MayContinue], int],
+    pieces: _Pieces,
+    settle: partial[None],
 ) -> Work:
     """Borrow the entry for the copy, which its settle gives back."""
-    books.entries.borrow(transfer.entry.generation)
-    cost = sum(piece.memory.nbytes for piece in pieces)
-    return Work(Lane.TRANSFER, run, settle, key=transfer.entry.instance_id, cost=cost)
+    entry = pieces.transfer.entry
+    books.entries.borrow(entry.generation)
+    run = partial(copy, pieces, _may_continue(books.clock, pieces.transfer))
+    return Work(Lane.TRANSFER, run, settle, key=entry.instance_id, cost=pieces.indices.size * pieces.chunk_bytes)
 
 
 def _may_continue(clock: Clock, transfer: _Transfer) -> backend.MayContinue:

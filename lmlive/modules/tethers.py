@@ -1,17 +1,40 @@
 """What the server knows of each tether: whose process it is, and the descriptors it sent.
 
 A record lives under the hash of its secret. Its table holds the descriptors of the next REGISTER; they belong to the
-table until they are taken or closed, and every one of them is closed exactly once. The identities of a table outlive
-its descriptors, so that a repeated REGISTER is recognised without them.
+table until they are taken or closed, and every one of them is closed exactly once. Only shared memory comes into a
+table: whatever is asked of another file may wait for a disk, a network or a stranger's process. The identities of a
+table outlive its descriptors, so that a repeated REGISTER is recognised without them.
 
 Not the socket: that is ``lmlive.server.tether``. Loop thread only.
 """
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmlive.errors import InvalidHandle
 from lmlive.liveness.evidence import Evidence
+
+Discard = Callable[[Sequence[int]], None]
+"""Closes descriptors, which are its own from then on."""
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors, each of them; may take seconds, because the last one of a file frees its memory."""
+    for fd in fds:
+        with contextlib.suppress(OSError):  # what a file system says at the close; the descriptor is gone
+            os.close(fd)
+
+
+def is_shared_memory(fd: int) -> bool:
+    """Tell whether a descriptor is a memory file or a file of a tmpfs; asks the kernel alone, and never waits."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +56,14 @@ class Descriptor:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """How many descriptors wait in all tables together."""
+    """The descriptors that wait in all tables together.
 
+    Args:
+        discard: Closes those that nobody asked for.
+        count: How many there are.
+    """
+
+    discard: Discard
     count: int = 0
 
 
@@ -49,7 +78,7 @@ class FdTable:
         slots: By index.
     """
 
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: Waiting
     uid: int = -1
     received_at: float = 0.0
     slots: list[Descriptor] = field(default_factory=list)
@@ -60,7 +89,7 @@ class FdTable:
         return sum(slot.fd >= 0 for slot in self.slots)
 
     def add(self, fd: int) -> None:
-        """Take a descriptor in."""
+        """Take in a descriptor of shared memory."""
         found = os.fstat(fd)
         self.slots.append(Descriptor(fd, found.st_dev, found.st_ino, found.st_size))
         self.waiting.count += 1
@@ -79,10 +108,10 @@ class FdTable:
         return self._let_go(slot)
 
     def close(self) -> None:
-        """Close what was not taken; the identities stay."""
-        for slot in self.slots:
-            if slot.fd >= 0:
-                os.close(self._let_go(slot))
+        """Give up what was not taken; the identities stay."""
+        fds = [self._let_go(slot) for slot in self.slots if slot.fd >= 0]
+        if fds:
+            self.waiting.discard(fds)
 
     def _let_go(self, slot: Descriptor) -> int:
         fd, slot.fd = slot.fd, -1
@@ -100,9 +129,9 @@ class TetherRecord:
         role: 1 worker, 2 scheduler, 3 tool.
         evidence: Whether the kernel will tell of its exit.
         pid: As the kernel names it; None where it cannot.
+        table: The descriptors it sent.
         open: Whether the socket stands.
         closed_at: Seconds, once it does not.
-        table: The descriptors it sent.
     """
 
     secret_hash: bytes
@@ -110,6 +139,6 @@ class TetherRecord:
     role: int
     evidence: Evidence
     pid: int | None
+    table: FdTable
     open: bool = True
     closed_at: float = 0.0
-    table: FdTable = field(default_factory=FdTable)

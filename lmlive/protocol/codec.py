@@ -156,6 +156,11 @@ def pack_error(error: BaseException) -> tuple[int, bytes]:
         return InternalError.code, _pack([message, {"type": type(error).__name__}])
 
 
+def packed_size(value: object) -> int:
+    """Give how many bytes a value takes in a payload."""
+    return len(msgpack.packb(value))
+
+
 def negotiate(min_version: int, max_version: int) -> int:
     """Choose the highest wire version that both sides speak.
 

@@ -32,14 +32,20 @@ log = logging.getLogger("lmlive.server")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal ends it, and give the exit code."""
+    open_standard_descriptors()
     logs.configure("text", "WARNING")  # until the settings are known, which may have to be warned of
+    warnings: list[str] = []
     try:
-        config = ServerConfig.from_args(sys.argv[1:] if argv is None else argv)
+        config = ServerConfig.from_args(sys.argv[1:] if argv is None else argv, warn=warnings.append)
         check_extras(config)
     except ConfigError as error:
+        for text in warnings:  # one of them may be why it is refused
+            log.warning("%s", text)
         print(f"lmlive: {error}", file=sys.stderr)  # noqa: T201 - usage belongs on stderr, logged or not
         return BAD_FLAGS
     logs.configure(config.log_format, config.log_level)
+    for text in warnings:
+        log.warning("%s", text)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
     import uvloop  # noqa: PLC0415 - bad flags and --help need no loop
@@ -93,6 +99,22 @@ def announce(server: LivenessServer) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
+
+
+def open_standard_descriptors() -> None:
+    """Put /dev/null where stdin, stdout or stderr was closed.
+
+    Otherwise the first things that are opened get these numbers, and uvloop aborts the process at its end when it
+    has to close one of them.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
 
 
 def raise_descriptor_limit() -> None:

@@ -8,10 +8,9 @@ import importlib.util
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from lmlive.cache.arena import Arena
 from lmlive.cache.leases import LeaseTable
@@ -20,63 +19,21 @@ from lmlive.clock import Clock
 from lmlive.config import ServerConfig
 from lmlive.device.backend import DeviceBackend
 from lmlive.device.host import HostBackend
-from lmlive.errors import ConfigError
 from lmlive.liveness.policy import ReapPolicy
 from lmlive.liveness.roster import Roster
 from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.liveness.watch import Watch
 from lmlive.modules.books import Books, Cancel, Connections
 from lmlive.modules.entries import Entries
+from lmlive.server.discards import Discards
 from lmlive.server.dispatcher import Dispatcher
 from lmlive.server.lanes import Lanes
+from lmlive.server.ports import MakeDoor
 from lmlive.server.reaper import Reaper, tick_interval
 from lmlive.server.releases import Releases
 from lmlive.server.router import Router
 from lmlive.server.rundir import RunDir
 from lmlive.server.tether import Tethers
-
-
-class Door(Protocol):
-    """What a server asks of its router; ``lmlive.testing`` has one without sockets."""
-
-    urls: tuple[str, ...]
-    frames: int
-    bad_frames: int
-    replies: int
-
-    @property
-    def dropped_replies(self) -> int:
-        """Replies that could not be delivered."""
-        ...
-
-    @property
-    def handshake_failures(self) -> int:
-        """Peers that spoke another protocol, or were refused."""
-        ...
-
-    def open(self) -> None:
-        """Bind and begin to read."""
-        ...
-
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
-        """Send one reply."""
-        ...
-
-    def send_all(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send many replies of one frame each."""
-        ...
-
-    def take_caught_up(self) -> bool:
-        """Tell whether everything that had arrived was read at some time since the last call."""
-        ...
-
-    async def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
-MakeDoor = Callable[..., Door]
-"""Makes a door; takes what ``Router`` takes."""
 
 
 class Parts:
@@ -89,7 +46,7 @@ class Parts:
         targets: The embedder's own.
         backend: Opens device memory; the one that ``config.device`` names without.
         make_door: Makes the router in place of ``Router``; then there is neither run directory nor tether.
-        status: The whole status as one map.
+        status: Reads the whole status; gives what makes one map of it.
     """
 
     def __init__(
@@ -101,7 +58,7 @@ class Parts:
         targets: Sequence[InstanceLivenessTarget],
         backend: DeviceBackend | None,
         make_door: MakeDoor | None,
-        status: Callable[[], dict[str, object]],
+        status: Callable[[], Callable[[], dict[str, object]]],
     ) -> None:
         loop = asyncio.get_running_loop()
         policy = ReapPolicy(
@@ -113,6 +70,7 @@ class Parts:
         self.run_dir = RunDir(config.run_path) if make_door is None else None
         self._listening: dict[str, socket.socket] = {}
         self.lanes = Lanes(loop, register_threads=config.register_threads, transfer_threads=config.transfer_threads)
+        self.discards = Discards(self.lanes)
         self.books = Books(
             config=config,
             epoch=epoch,
@@ -128,6 +86,7 @@ class Parts:
             connections=Connections(config.max_connections),
             later=partial(_later, loop),
             status=status,
+            discard=self.discards.memory,
         )
         self.dispatcher = Dispatcher(self.books, self.lanes)
         self.door = (make_door or Router)(
@@ -140,7 +99,7 @@ class Parts:
         )
         self.dispatcher.answer_over(self.door)
         self.books.readmit = self.dispatcher.readmit
-        self.tethers = Tethers(self.books)
+        self.tethers = Tethers(self.books, self.discards.foreign)
         self.releases = Releases(self.books, self.lanes)
         self.reaper = Reaper(self.books, self.door, self.tethers.sweep)
 
@@ -179,8 +138,7 @@ def check_extras(config: ServerConfig) -> None:
         ConfigError: Names the command that installs it.
     """
     if config.http_address is not None and importlib.util.find_spec("aiohttp") is None:
-        rule = "off, or pip install 'lmlive[ops]' first"
-        raise ConfigError(f"http = {config.http!r} must be {rule}", field="http", value=config.http, rule=rule)
+        raise config.refusal("http", "off without aiohttp: install it with pip install 'lmlive[ops]'")
 
 
 def _later(loop: asyncio.AbstractEventLoop, delay: float, callback: Callable[[], None]) -> Cancel:

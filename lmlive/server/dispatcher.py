@@ -11,10 +11,9 @@ function that is not says so.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from lmlive.errors import (
     BY_CODE,
@@ -34,11 +33,12 @@ from lmlive.errors import (
     UnknownVerb,
 )
 from lmlive.liveness.watch import Moment
-from lmlive.modules import lookup, management, registration, server_driven
+from lmlive.modules import lookup, management, registration, server_driven, unregistration
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
 from lmlive.modules.handler import Admit, Work
 from lmlive.protocol.codec import (
+    HEADER_BYTES,
     REQUEST,
     VERSION,
     Header,
@@ -50,13 +50,15 @@ from lmlive.protocol.codec import (
 )
 from lmlive.protocol.messages import parse_request
 from lmlive.protocol.verbs import FENCED, FENCED_BY_EPOCH, TOUCHING, Verb
-from lmlive.server.pings import PingLine, Workshop
+from lmlive.server.pings import PingLine
+from lmlive.server.ports import Outbox, Workshop
 
 log = logging.getLogger("lmlive.server")
 
 HANDLERS: Mapping[Verb, Admit] = {
     **management.HANDLERS,
     **registration.HANDLERS,
+    **unregistration.HANDLERS,
     **server_driven.HANDLERS,
     **lookup.HANDLERS,
 }
@@ -68,21 +70,11 @@ _ANSWERED_WHILE_STARTING = frozenset({Verb.HELLO, Verb.PING, Verb.STATUS})
 _REFUSED_WHILE_DRAINING = frozenset(
     {Verb.REGISTER, Verb.STORE, Verb.RETRIEVE, Verb.LOOKUP, Verb.PREPARE_STORE, Verb.PREPARE_RETRIEVE}
 )
+_OVER_UNIX_ONLY = frozenset({Verb.REAP, Verb.CLEAR})
+"""They change what is everybody's: the unix socket's mode is the credential for them, and TCP here has none."""
 _PING = int(Verb.PING)
 _KNOWN_VERBS = {int(verb): verb for verb in Verb}
 _WITHOUT_DEADLINE = frozenset({Verb.HELLO, Verb.PING})
-
-
-class Outbox(Protocol):
-    """Where replies go."""
-
-    def send(self, peer: bytes, frames: list[bytes]) -> bool:
-        """Send without waiting; False if the reply was dropped, which the outbox counts."""
-        ...
-
-    def send_all(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send many replies of one frame each."""
-        ...
 
 
 class Dispatcher:
@@ -182,10 +174,10 @@ class Dispatcher:
         self._outstanding[call] = None
         self._quiet.clear()
         try:
+            if header.code in TOUCHING and header.epoch == self._epoch:
+                # Whatever becomes of the request, whoever sent it lives.
+                books.roster.touch(header.instance_id, header.generation, moment, prove=header.code == _PING)
             verb = self._check(frames, header)
-            if verb in TOUCHING and header.epoch == self._epoch:
-                books.roster.touch(header.instance_id, header.generation, moment, prove=verb is Verb.PING)
-            self._check_frames(frames)
             call.message = parse_request(verb, decode_body(frames[0]))
         except LMLiveError as error:
             call.fail(error)
@@ -199,9 +191,6 @@ class Dispatcher:
         """Tell whether this build, in its present state, serves this verb."""
         if header.version != VERSION:  # a header is legible whatever version wrote it
             negotiate(header.version, header.version)
-        size = sum(map(len, frames))
-        if size > self._max_bytes:
-            raise MessageTooLarge("over the server's limit: split it", size=size, limit=self._max_bytes)
         verb = _KNOWN_VERBS.get(header.code)
         if verb is None:
             raise UnknownVerb("no such verb: see the table of the wire protocol", verb=header.code)
@@ -212,11 +201,20 @@ class Dispatcher:
             raise ServerStarting("the server is getting its memory: come again", retry_after=RETRY_AFTER)
         if state == "draining" and verb in _REFUSED_WHILE_DRAINING:
             raise _draining()
+        if verb in _OVER_UNIX_ONLY and self._outbox is not None and not self._outbox.from_unix:
+            raise NotOwner(f"{verb.name} is not served over TCP: ask over the unix socket of this server")
+        self._check_form(frames, header)
         return verb
 
-    def _check_frames(self, frames: list[bytes]) -> None:
+    def _check_form(self, frames: list[bytes], header: Header) -> None:
+        """Refuse what no verb takes."""
+        size = sum(map(len, frames))
+        if size > self._max_bytes:
+            raise MessageTooLarge("over the server's limit: split it", size=size, limit=self._max_bytes)
         if len(frames) != 1:
             raise InvalidPayload("this verb takes one frame", expected=1, got=len(frames))
+        if header.deadline_ns < 0:
+            raise InvalidPayload("a deadline is no negative number: 0 is none", deadline_ns=header.deadline_ns)
 
     def _admit(self, call: Call, verb: Verb) -> None:
         try:
@@ -277,12 +275,15 @@ class Dispatcher:
 
     # the way out
 
-    def _answer(self, call: Call, payload: list[object] | None, error: BaseException | None) -> None:
+    def _answer(self, call: Call, payload: list[object] | bytes | None, error: BaseException | None) -> None:
         header = call.header
         generation = self._books.roster.generation_of(header.instance_id) if header.instance_id else 0
         if error is None:
             try:
-                frame = encode_reply(header.request_id, self._epoch, header.instance_id, generation, payload or [])
+                unpacked = [] if payload is None or isinstance(payload, bytes) else payload
+                frame = encode_reply(header.request_id, self._epoch, header.instance_id, generation, unpacked)
+                if isinstance(payload, bytes):
+                    frame = frame[:HEADER_BYTES] + payload
             except Exception as broken:  # noqa: BLE001 - a result that cannot be sent is an error that can
                 error = broken
         if error is not None:

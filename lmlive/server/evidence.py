@@ -8,12 +8,15 @@ process lives in another pid namespace, and its descriptor works all the same.
 Loop thread only; nothing here waits.
 """
 
+import fcntl
 import os
 import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
+
+from lmlive.liveness.evidence import Exit
 
 SO_PASSPIDFD: Final = 76
 SO_PEERPIDFD: Final = 77
@@ -22,6 +25,11 @@ SCM_PIDFD: Final = 4
 _INT: Final = struct.Struct("i")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _START_TIME_FIELD: Final = 19  # of /proc/<pid>/stat, counted from the one after the command
+_EXIT_CODE_FIELD: Final = 49
+
+_INFO: Final = struct.Struct("QQ11Ii")  # mask, cgroup, pid and other ids, how it ended
+_INFO_EXIT: Final = 1 << 3
+_GET_INFO: Final = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # PIDFD_GET_INFO; its exit part since 6.15
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(64 * _INT.size) + 2 * socket.CMSG_SPACE(_CREDENTIALS.size)
 """Room beside one packet: 64 descriptors, the sender's credentials, its pidfd."""
@@ -117,15 +125,40 @@ def open_by_pid(pid: int) -> int:
 
 def start_time(pid: int) -> int | None:
     """Give when a process started, in the kernel's ticks; None where there is none."""
+    fields = _read_stat(pid)
+    return int(fields[_START_TIME_FIELD]) if len(fields) > _START_TIME_FIELD else None
+
+
+def read_exit(pidfd: int, pid: int | None) -> Exit:
+    """Tell how a process ended, as far as the kernel says: by its pidfd once it was reaped, by its pid before."""
+    content = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
+    code: int | None = None
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, content)
+        found = _INFO.unpack(content)
+        code = found[-1] if found[0] & _INFO_EXIT else None
+    except (OSError, ValueError):  # an older kernel, or no pidfd
+        code = None
+    if code is None and pid is not None:
+        fields = _read_stat(pid)
+        if len(fields) > _EXIT_CODE_FIELD and fields[0] == b"Z":  # whoever started it did not ask yet
+            code = int(fields[_EXIT_CODE_FIELD])
+    if code is None:
+        return Exit(pid, None, None)
+    killed = code & 0x7F
+    return Exit(pid, None, killed) if killed else Exit(pid, code >> 8 & 0xFF, None)
+
+
+def _read_stat(pid: int) -> list[bytes]:
+    """Give the fields of /proc/<pid>/stat after the command; none where there is no such process."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
+        return []
     try:
-        text = os.read(fd, 4096)
+        text = os.pread(fd, 4096, 0)  # from memory: nothing here waits
     except OSError:
-        return None
+        return []
     finally:
         os.close(fd)
-    fields = text.rpartition(b")")[2].split()
-    return int(fields[_START_TIME_FIELD]) if len(fields) > _START_TIME_FIELD else None
+    return text.rpartition(b")")[2].split()

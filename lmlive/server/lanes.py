@@ -13,15 +13,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, Final, TypeVar
 
 from lmlive.errors import ServerDraining
 from lmlive.modules.handler import Lane, Work
-from lmlive.server.fair import FairQueue
+from lmlive.server.threads import Pool
 
 RELEASES_AT_ONCE: Final = 16
 """Threads of the release lane at most; a release that hangs keeps its own."""
+
+IDLE_RELEASE_SECONDS: Final = 1.0
+"""How long a thread of the release lane waits for more: the releases of many that die together come in a row."""
+LATE_RELEASE_SECONDS: Final = 1.0
+"""How long, at the end, releases have that never got a thread because all that there were hang."""
 
 _LOOK_AGAIN_SECONDS: Final = 0.001
 
@@ -29,132 +34,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger("lmlive.server")
 
-Post = Callable[[Work, object | None, BaseException | None], None]
-"""Takes the outcome of a work; any thread may call it."""
-
-
-class Pool:
-    """The threads of one lane, started when they are needed.
-
-    Args:
-        name: Of the lane; its threads carry it.
-        limit: Threads at most.
-        keep: Whether idle threads wait for more; otherwise they end.
-        post: Gets each outcome, in the lane's thread.
-        on_exit: Gets the pool when one of its threads ends, in that thread, as its last act.
-    """
-
-    def __init__(
-        self, name: str, limit: int, *, keep: bool, post: Post, on_exit: Callable[["Pool", threading.Thread], None]
-    ) -> None:
-        self._name = name
-        self._limit = limit
-        self._keep = keep
-        self.alive: set[threading.Thread] = set()
-        """Threads that were not joined yet; the loop's."""
-        self._post = post
-        self._on_exit = on_exit
-        # The loop holds this lock for a few dictionary operations, never while anything runs.
-        self._changed = threading.Condition(threading.Lock())
-        self._queue = FairQueue()
-        self._running: dict[int, Work] = {}
-        self._threads = 0
-        self._started = 0
-        self._idle = 0
-        self._closing = False
-
-    def submit(self, work: Work) -> bool:
-        """Queue a work; False if the pool is closed."""
-        with self._changed:
-            if self._closing:
-                return False
-            self._queue.push(work)
-            if not self._queue.ready:
-                return True  # behind a running work of its key, whose thread takes it next
-            if self._idle:
-                self._idle -= 1
-                self._changed.notify()
-                return True
-            if self._threads == self._limit:
-                return True
-            self._threads += 1
-            self._started += 1
-            name = f"lmlive-{self._name}-{self._started}"
-        thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self.alive.add(thread)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system gives no more threads
-            self._without_thread(thread, error)
-        return True
-
-    def stats(self) -> dict[str, int]:
-        """Count threads, running works and waiting works."""
-        with self._changed:
-            return {"threads": self._threads, "busy": len(self._running), "queued": len(self._queue)}
-
-    def running(self) -> list[Work]:
-        """List what runs now."""
-        with self._changed:
-            return list(self._running.values())
-
-    def quiet(self) -> bool:
-        """Tell whether nothing runs or waits."""
-        with self._changed:
-            return not self._running and not len(self._queue)
-
-    def close(self) -> list[Work]:
-        """Take nothing more and let idle threads end; gives the works that will not run."""
-        with self._changed:
-            self._closing = True
-            self._idle = 0
-            self._changed.notify_all()
-            return self._queue.clear()
-
-    def _without_thread(self, thread: threading.Thread, error: RuntimeError) -> None:
-        """A thread could not be started: the others will do, and without any nothing here can run."""
-        self.alive.discard(thread)
-        with self._changed:
-            self._threads -= 1
-            left = [] if self._threads else self._queue.clear()
-        for work in left:
-            self._post(work, None, error)
-
-    def _serve(self) -> None:
-        """A thread of the pool."""
-        while (work := self._next()) is not None:
-            result: object | None = None
-            failure: BaseException | None = None
-            try:
-                result = work.run()
-            except BaseException as error:  # noqa: BLE001 - whatever it was, its settle must run
-                failure = error
-            with self._changed:
-                del self._running[id(work)]
-                self._queue.done(work)
-            self._post(work, result, failure)
-            del work, result, failure  # an idle thread keeps nothing alive
-        self._on_exit(self, threading.current_thread())
-
-    def _next(self) -> Work | None:
-        """Take the next work, or wait for it; None: the thread ends."""
-        with self._changed:
-            while True:
-                work = self._queue.pop()
-                if work is not None:
-                    self._running[id(work)] = work
-                    return work
-                if self._closing or not self._keep:
-                    self._threads -= 1
-                    return None
-                self._idle += 1
-                self._changed.wait()
-
 
 class Lanes:
     """Runs works in their lanes and settles them on the loop.
 
-    Lifecycle: threads start with the first work of their lane; ``close`` ends them.
+    Lifecycle: ``open`` starts the normal lane's thread, so that a PING never waits for one, nor fails for want of it;
+    other threads start with the works that need them; ``close`` ends them.
 
     Args:
         loop: The loop that settles. One that runs on virtual time may have ``stand_still_while(count)``: it is told
@@ -187,7 +72,13 @@ class Lanes:
             Lane.RELEASE: release_threads,
         }
         self._pools = {
-            lane: Pool(lane.value, limit, keep=lane is not Lane.RELEASE, post=self._post, on_exit=self._on_exit)
+            lane: Pool(
+                lane.value,
+                limit,
+                idle_seconds=IDLE_RELEASE_SECONDS if lane is Lane.RELEASE else None,
+                post=self._post,
+                on_exit=self._on_exit,
+            )
             for lane, limit in limits.items()
         }
         stand_still = getattr(loop, "stand_still_while", None)
@@ -198,6 +89,14 @@ class Lanes:
         """Show what runs and waits."""
         lanes = " ".join(f"{name}={n['busy']}+{n['queued']}" for name, n in self.stats().items())
         return f"<Lanes {lanes}>"
+
+    def open(self) -> None:
+        """Start what must not fail later.
+
+        Raises:
+            StartError: The system gives no thread.
+        """
+        self._pools[Lane.NORMAL].start()
 
     def submit(self, work: Work) -> None:
         """Run a work in its lane; in a closed lane it settles with ``ServerDraining`` instead."""
@@ -213,7 +112,8 @@ class Lanes:
         """Refuse what waits, let what runs end until the deadline, end the threads.
 
         The release lane closes last, because what ends in the others may still hand something to it; releases that
-        wait still run until the deadline.
+        wait still run until the deadline. Those that wait behind hung ones get threads of their own then, and a little
+        time: what they would close stays open otherwise.
 
         Args:
             deadline: In the loop's time.
@@ -230,6 +130,11 @@ class Lanes:
             async with asyncio.timeout_at(deadline):
                 await self._until(lambda: not self._outcomes and all(pool.quiet() for pool in others))
                 await self._until(release.quiet)
+        if release.stats()["queued"]:
+            release.relieve()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LATE_RELEASE_SECONDS):
+                    await self._until(lambda: not release.stats()["queued"])
         for work in release.close():
             self._refuse(work)
         await self._until(self._only_running_left)
@@ -281,13 +186,28 @@ class Lanes:
         self._changed.set()
 
 
+class _OneThread(Executor):
+    """Runs each call in a daemon thread of its own; an ordinary executor's hold up the interpreter's exit."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - it is whoever waits for it that must know
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="lmlive-once", daemon=True).start()
+        return future
+
+
 async def in_thread(call: Callable[[], T]) -> T:
     """Run one call in a thread of its own, for what starts and ends a server.
 
-    Cancelling the wait does not end the call.
+    Cancelling the wait does not end the call; neither the loop nor the interpreter waits for it.
     """
-    executor = ThreadPoolExecutor(1, thread_name_prefix="lmlive-once")
-    try:
-        return await asyncio.get_running_loop().run_in_executor(executor, call)
-    finally:
-        executor.shutdown(wait=False)
+    return await asyncio.get_running_loop().run_in_executor(_OneThread(), call)

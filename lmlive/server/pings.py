@@ -10,7 +10,7 @@ Loop thread only; the one function that is not says so.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lmlive.errors import InternalError, LMLiveError
 from lmlive.liveness.roster import Standing
@@ -20,19 +20,12 @@ from lmlive.modules.handler import Lane, Work
 from lmlive.modules.management import answer_ping
 from lmlive.modules.removal import tell
 from lmlive.protocol.codec import Header, encode_error
+from lmlive.server.ports import Workshop
 
 log = logging.getLogger("lmlive.server")
 
 PendingPing = tuple[bytes, bytes, Header, int]
 """Peer, frame, header, the sender's generation."""
-
-
-class Workshop(Protocol):
-    """Where work goes."""
-
-    def submit(self, work: Work) -> None:
-        """Run it in its lane, then settle it on the loop, whatever happens."""
-        ...
 
 
 class PingLine:

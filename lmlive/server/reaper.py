@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from lmlive.liveness.roster import Reason, Registration, SilenceWarning
 from lmlive.liveness.watch import STEP_LIMIT, Moment
 from lmlive.modules.books import Books
 from lmlive.modules.events import note
 from lmlive.modules.removal import remove, tell
+from lmlive.server.ports import Backlog
 
 log = logging.getLogger("lmlive.server")
 
@@ -32,14 +32,6 @@ def tick_interval(scan_interval: float) -> float:
     return min(scan_interval / 4, LONGEST_TICK)
 
 
-class Door(Protocol):
-    """What the reaper asks of the router."""
-
-    def take_caught_up(self) -> bool:
-        """Tell whether everything that had arrived was read at some time since the last call."""
-        ...
-
-
 class Reaper:
     """Ticks and scans.
 
@@ -51,7 +43,7 @@ class Reaper:
         sweep: Called on each tick, for whoever keeps things that grow old.
     """
 
-    def __init__(self, books: Books, door: Door, sweep: Callable[[], None]) -> None:
+    def __init__(self, books: Books, door: Backlog, sweep: Callable[[], None]) -> None:
         self.interval = tick_interval(books.policy.scan_interval)
         self.last_scan: float | None = None
         self._books = books
@@ -100,13 +92,12 @@ class Reaper:
         self._last_tick = now
         caught_up = self._door.take_caught_up()
         moment = books.watch.advance(now, caught_up=caught_up)
-        books.leases.expire(moment.running)
+        books.sweep()
         self._sweep()
         if late and not self._catching_up:
             # Whatever was read since the last tick was read before the stall: only a later answer counts.
             self._catching_up = True
             self._catch_up_by = now + books.policy.scan_interval
-            return
         if self._catching_up and (late or not caught_up) and now < self._catch_up_by:
             return
         self._catching_up = False
@@ -118,8 +109,8 @@ class Reaper:
         """Pass the verdicts."""
         books = self._books
         self.last_scan = books.clock.now()
-        for entry in books.entries:
-            if entry.live and entry.in_flight:  # a transfer that runs is a sign of life until it ends
+        for entry in books.entries.borrowed:
+            if entry.live:  # a transfer that runs is a sign of life until it ends
                 books.roster.touch(entry.instance_id, entry.generation, moment)
         found = books.roster.scan(moment)
         for warning in found.warnings:

@@ -12,23 +12,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from lmlive.device.release import CLOSE_SECONDS, Release, ReleaseState, ReleaseStep
 from lmlive.modules.books import Books, Cancel
 from lmlive.modules.entries import ContextEntry, EntryState
 from lmlive.modules.events import note
 from lmlive.modules.handler import Lane, Work
+from lmlive.server.ports import Workshop
 
 log = logging.getLogger("lmlive.server")
-
-
-class Workshop(Protocol):
-    """Where releases run."""
-
-    def submit(self, work: Work) -> None:
-        """Run it in its lane, then settle it on the loop, whatever happens."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,8 @@ Not a protocol: it moves frames and knows neither headers nor verbs. The rules i
 * libzmq's descriptor is edge-triggered, and any call on the socket may consume its one signal. After sends that no
   pass of reading follows, the socket's events are checked again, once per pass of the loop.
 * No message ends the reading, whatever the number and length of its frames; each is read to its last frame.
-* A reply that cannot be delivered now is kept, within a cap, or counted by reason. Nothing waits, nothing is lost in
-  silence.
+* A reply that cannot be delivered now is kept, within a cap, or counted by reason (``outgoing``). Nothing waits,
+  nothing is lost in silence.
 
 Loop thread only.
 """
@@ -15,8 +15,8 @@ Loop thread only.
 import asyncio
 import contextlib
 import logging
+import re
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -24,7 +24,8 @@ from typing import Final
 import zmq
 
 from lmlive.server.lanes import in_thread
-from lmlive.server.sockets import NOBLOCK, Doorkeeper, bind, configure
+from lmlive.server.outgoing import HIGH_WATER, KEPT, PEER_BYTES, Outgoing
+from lmlive.server.sockets import NOBLOCK, Doorkeeper, bind, configure, seed_routing_ids
 
 MAX_FRAMES: Final = 64
 """A message may have as many frames; of a longer one ``on_message`` gets the first 65, the rest is thrown away."""
@@ -32,11 +33,10 @@ MAX_FRAMES: Final = 64
 OnMessage = Callable[[bytes, list[bytes]], None]
 """Gets (peer, frames) of each message: one frame or more, any of which may be empty."""
 
-_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _LARGE_BYTES: Final = 65_536
-_RETRY_SECONDS: Final = (0.01, 0.25)
+_UNIX_PEER: Final = re.compile(r"[^:]*:\d+:\d+:\d+")  # no address of TCP has four parts without an empty one
 
 logger = logging.getLogger("lmlive.server")
 
@@ -58,6 +58,7 @@ class Router:
         budget: Messages read in one pass; a large one counts for several.
         high_water: Messages that libzmq queues for one peer, in each direction.
         outbox: Replies kept for one peer whose queue is full.
+        outbox_bytes: Bytes kept for one peer, and bytes of large replies outstanding for it.
         linger: Seconds that replies have to leave at close.
         listening: For each ipc address, the socket that listens there (``RunDir.stream`` makes them); libzmq owns it
             once it is bound.
@@ -72,8 +73,9 @@ class Router:
         max_message_bytes: int = 1 << 20,
         max_connections: int = 4096,
         budget: int = 64,
-        high_water: int = 1000,
-        outbox: int = 1000,
+        high_water: int = HIGH_WATER,
+        outbox: int = KEPT,
+        outbox_bytes: int = PEER_BYTES,
         linger: float = 0.5,
         listening: Mapping[str, socket.socket] = MappingProxyType({}),
     ) -> None:
@@ -81,9 +83,6 @@ class Router:
         self.caught_up = False
         self.frames = 0
         self.bad_frames = 0
-        self.replies = 0
-        self.dropped_gone = 0
-        self.dropped_full = 0
         self.handler_errors = 0
         self._listening = listening
         self._on_message = on_message
@@ -92,11 +91,10 @@ class Router:
         self._max_connections = max_connections
         self._budget = budget
         self._high_water = high_water
-        self._outbox_limit = outbox
         self._linger = linger
-        self._outbox: dict[bytes, deque[Sequence[bytes]]] = {}
-        self._retry: asyncio.TimerHandle | None = None
-        self._retry_after = _RETRY_SECONDS[0]
+        self._outgoing = Outgoing(kept=outbox, peer_bytes=outbox_bytes)
+        self._reached_over_tcp = any(not url.startswith("ipc://") for url in urls)
+        self._frame: zmq.Frame | None = None
         self._draining = False
         self._drain_scheduled = False
         self._recheck_scheduled = False
@@ -108,8 +106,23 @@ class Router:
         return f"<Router {', '.join(self.urls)} frames={self.frames} replies={self.replies}>"
 
     @property
+    def replies(self) -> int:
+        """Replies that libzmq took."""
+        return self._outgoing.replies
+
+    @property
+    def dropped_gone(self) -> int:
+        """Replies whose peer was gone."""
+        return self._outgoing.dropped_gone
+
+    @property
+    def dropped_full(self) -> int:
+        """Replies whose peer did not read for too long, or asked for too much at once."""
+        return self._outgoing.dropped_full
+
+    @property
     def dropped_replies(self) -> int:
-        """Replies whose peer was gone, or did not read for too long."""
+        """Replies that were not delivered, for either reason."""
         return self.dropped_gone + self.dropped_full
 
     @property
@@ -122,13 +135,26 @@ class Router:
         """Connections that are open now."""
         return self._door.connections
 
+    @property
+    def closings(self) -> int:
+        """How often nobody more was let in until some went."""
+        return self._door.closings
+
+    @property
+    def from_unix(self) -> bool:
+        """Whether the message that ``on_message`` is taking came over a unix socket; False where none is taken."""
+        if not self._reached_over_tcp:
+            return True
+        return self._frame is not None and _UNIX_PEER.fullmatch(_address_of(self._frame)) is not None
+
     def open(self) -> None:
         """Bind every address and begin to read.
 
         Raises:
-            StartError: An address cannot be bound; nothing stays behind.
+            StartError: An address cannot be bound, or too few descriptors are left; nothing stays behind.
         """
         self._loop = asyncio.get_running_loop()
+        seed_routing_ids()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sock = context.socket(zmq.ROUTER)
         with contextlib.ExitStack() as undo:
@@ -136,15 +162,21 @@ class Router:
             configure(sock, high_water=self._high_water, max_frame_bytes=2 * self._max_message_bytes)
             self._door = Doorkeeper(self._loop, sock, self._max_connections)
             undo.callback(self._door.close)
-            self.urls = tuple(bind(sock, url, self._listening) for url in self.urls)
+            self.urls = tuple(self._bind(sock, url) for url in self.urls)
             undo.pop_all()
         self._context = context
         self._sock = sock
         self._recv = sock.recv
-        self._send = super(zmq.Socket, sock).send  # pyzmq's own layer above it costs as much again
+        send = super(zmq.Socket, sock).send  # pyzmq's own layer above it costs as much again
+        self._outgoing.open(self._loop, send, self._schedule_recheck)
         self._fd = int(sock.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
         self._schedule()
+
+    def _bind(self, sock: zmq.Socket[bytes], url: str) -> str:
+        url = bind(sock, url, self._listening)
+        self._door.look()
+        return url
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
         """Send one reply without waiting.
@@ -154,42 +186,20 @@ class Router:
             frames: One or more.
 
         Returns:
-            False if it was dropped: the peer is gone, or its outbox is full.
+            False if it was dropped: the peer is gone, or too much waits for it.
         """
-        *first, last = frames
-        if peer in self._outbox:
-            return self._keep(peer, frames)
-        try:
-            self._send(peer, _NOBLOCK_MORE)
-        except zmq.ZMQError as error:
-            return self._refused(peer, frames, error)
-        for frame in first:
-            self._send(frame, _NOBLOCK_MORE)
-        self._send(last, NOBLOCK)
-        self.replies += 1
+        sent = self._outgoing.send(peer, frames)
         if not self._draining:
             self._schedule_recheck()
-        return True
+        return sent
 
     def send_all(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send many replies of one frame each; the cheapest way to answer a batch.
+        """Send many small replies of one frame each; the cheapest way to answer a batch.
 
         Args:
             replies: (peer, frame) of each.
         """
-        send, outbox, count = self._send, self._outbox, 0
-        for peer, frame in replies:
-            if peer in outbox:
-                self._keep(peer, (frame,))
-                continue
-            try:
-                send(peer, _NOBLOCK_MORE)
-            except zmq.ZMQError as error:
-                self._refused(peer, (frame,), error)
-                continue
-            send(frame, NOBLOCK)
-            count += 1
-        self.replies += count
+        self._outgoing.send_all(replies)
         if not self._draining:
             self._schedule_recheck()
 
@@ -201,7 +211,7 @@ class Router:
 
     def drained(self) -> bool:
         """Tell whether no reply waits in an outbox."""
-        return not self._outbox
+        return not self._outgoing.kept
 
     async def close(self) -> None:
         """Stop listening, let replies leave for ``linger`` seconds, close; twice is once.
@@ -212,12 +222,8 @@ class Router:
             return
         self._loop.remove_reader(self._fd)
         self._fd = -1
-        if self._retry is not None:
-            self._retry.cancel()
-        self._flush_outbox()
-        for kept in self._outbox.values():
-            self.dropped_full += len(kept)
-        self._outbox.clear()
+        self._door.stop()
+        await self._outgoing.close(self._linger)
         self._sock.close(int(self._linger * 1000))
         self._door.close()
         await in_thread(self._context.term)  # libzmq waits for its I/O thread: ``linger`` if a peer does not read
@@ -254,6 +260,7 @@ class Router:
                 if len(body) > _LARGE_BYTES:
                     left -= len(body) // _LARGE_BYTES
                 frames = self._rest(body) if frame.more else [body]
+                self._frame = frame
                 try:
                     on_message(peer, frames)
                 except Exception:
@@ -264,12 +271,13 @@ class Router:
             self.caught_up = True
         finally:
             self._draining = False
+            self._frame = None
             self.frames += count
         if count:
             if self._on_batch_end is not None:
                 self._on_batch_end()
-        elif self._outbox:
-            self._flush()  # woken for no message: a peer that was full has read
+        elif self._outgoing.kept:
+            self._outgoing.flush()  # woken for no message: a peer that was full has read
 
     def _rest(self, first: bytes) -> list[bytes]:
         """Read the other frames of a message; what is beyond the limit is left to ``_discard``."""
@@ -306,59 +314,10 @@ class Router:
         if self._fd >= 0 and int(self._sock.getsockopt(_EVENTS)) & _POLLIN:
             self._on_readable()
 
-    # Writing
 
-    def _refused(self, peer: bytes, frames: Sequence[bytes], error: zmq.ZMQError) -> bool:
-        if error.errno == zmq.EAGAIN:
-            return self._keep(peer, frames)
-        self.dropped_gone += 1  # EHOSTUNREACH, or this router is closed
-        return False
-
-    def _keep(self, peer: bytes, frames: Sequence[bytes]) -> bool:
-        kept = self._outbox.setdefault(peer, deque())
-        if len(kept) >= self._outbox_limit:
-            self.dropped_full += 1
-            return False
-        kept.append(frames)
-        if self._retry is None:
-            self._retry_after = _RETRY_SECONDS[0]
-            self._retry = self._loop.call_later(self._retry_after, self._on_retry)
-        return True
-
-    def _on_retry(self) -> None:
-        self._retry = None
-        self._retry_after = min(2 * self._retry_after, _RETRY_SECONDS[1])
-        self._flush()
-        if self._outbox:
-            self._retry = self._loop.call_later(self._retry_after, self._on_retry)
-
-    def _flush(self) -> None:
-        """Send what is kept, and come back at once as long as that gets anywhere."""
-        if self._fd >= 0 and self._flush_outbox():
-            self._retry_after = _RETRY_SECONDS[0]
-            self._schedule_recheck()
-            self._loop.call_soon(self._flush)
-
-    def _flush_outbox(self) -> bool:
-        """Send what is kept, as far as the queues take it; tells whether any of it moved."""
-        moved = False
-        for peer in list(self._outbox):
-            kept = self._outbox.pop(peer)
-            while kept:
-                frames = kept.popleft()
-                try:
-                    self._send(peer, _NOBLOCK_MORE)
-                except zmq.Again:
-                    kept.appendleft(frames)
-                    self._outbox[peer] = kept
-                    break
-                except zmq.ZMQError:
-                    self.dropped_gone += 1 + len(kept)
-                    moved = True
-                    break
-                for frame in frames[:-1]:
-                    self._send(frame, _NOBLOCK_MORE)
-                self._send(frames[-1], NOBLOCK)
-                self.replies += 1
-                moved = True
-        return moved
+def _address_of(frame: zmq.Frame) -> str:
+    """Give what libzmq knows of a frame's sender: an address for TCP, host:uid:gid:pid for a unix socket."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # nothing
+        return ""

@@ -16,12 +16,11 @@ import stat
 import weakref
 from pathlib import Path
 
+from lmlive.config.addresses import UNIX_PATH_BYTES
 from lmlive.errors import StartError
 
-MAX_PATH_BYTES = 107
-"""What fits into a unix socket's address before its final zero."""
-
 _BACKLOG = 1024
+_FIRST_BACKLOG = 8
 _OTHERS_WRITE = 0o022
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -133,11 +132,14 @@ class RunDir:
     def stream(self, path: Path) -> socket.socket:
         """Give a listening stream socket at ``path``, to be handed to libzmq.
 
+        Few connections may wait there until it is: libzmq would take them all in at once. The router lets more wait
+        as soon as it can hold them back.
+
         Raises:
             StartError: The path is in use or cannot be bound.
         """
         self._lock(path)
-        return self._bind(path, socket.SOCK_STREAM)
+        return self._bind(path, socket.SOCK_STREAM, _FIRST_BACKLOG)
 
     def tether(self, path: Path) -> socket.socket:
         """Give a listening SEQPACKET socket at ``<path>.tether``, under the lock of ``path``.
@@ -184,16 +186,16 @@ class RunDir:
                 _check_parent(path)
             self._locks[name] = Lock(name, f"the socket {path}")
 
-    def _bind(self, path: Path, kind: socket.SocketKind) -> socket.socket:
-        if len(os.fsencode(path)) > MAX_PATH_BYTES:
-            raise StartError(f"the socket path {path} is longer than {MAX_PATH_BYTES} bytes: choose a shorter one")
+    def _bind(self, path: Path, kind: socket.SocketKind, backlog: int = _BACKLOG) -> socket.socket:
+        if len(os.fsencode(path)) > UNIX_PATH_BYTES:
+            raise StartError(f"the socket path {path} is longer than {UNIX_PATH_BYTES} bytes: choose a shorter one")
         sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             _remove_stale(path, kind)
             os.fchmod(sock.fileno(), 0o600)  # Linux gives the name the socket's own mode: it is never wider
             sock.bind(os.fspath(path))
             self._bound[path] = _identity(path)
-            sock.listen(_BACKLOG)
+            sock.listen(backlog)
         except OSError as error:
             sock.close()
             raise StartError(f"cannot bind {path}: {error.strerror or error}", path=str(path)) from error

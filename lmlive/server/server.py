@@ -21,16 +21,17 @@ from lmlive.errors import LMLiveError, ServerDraining, StartError
 from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.modules.handler import Lane
 from lmlive.modules.removal import remove
-from lmlive.server.assembly import MakeDoor, Parts, check_extras
+from lmlive.server.assembly import Parts, check_extras
 from lmlive.server.lanes import in_thread
-from lmlive.server.status import ServerStatus, read_status
+from lmlive.server.ports import MakeDoor
+from lmlive.server.status import ServerStatus, Snapshot, read_status
 
 log = logging.getLogger("lmlive.server")
 
 Result = TypeVar("Result")
 
 CUT_OFF_SECONDS = 1.0
-"""How long copies that the drain's deadline cut off have to notice it."""
+"""How long copies that the drain's deadline cut off have to notice it, and descriptors to be closed."""
 
 
 class State(StrEnum):
@@ -117,6 +118,10 @@ class LivenessServer:
         Raises:
             StartError: It was not started.
         """
+        return self._read_status().status()
+
+    def _read_status(self) -> Snapshot:
+        """Read it and no more, which is what the loop's time is for; another thread makes it a map."""
         if self._parts is None:
             raise StartError("the server has no status before it is started")
         return read_status(self._parts, state=self.state.value, uptime=self._clock.now() - self._started_at)
@@ -156,11 +161,12 @@ class LivenessServer:
             targets=self._targets,
             backend=self._backend,
             make_door=self._make_door,
-            status=lambda: self.status().to_dict(),
+            status=lambda: self._read_status().to_dict,
         )
         self._stack.push_async_callback(self._close_pool, parts)
         pool = await _to_the_end(self._make_pool)
         self._stack.push_async_callback(self._close_lanes, parts)
+        parts.lanes.open()
         self._stack.push_async_callback(in_thread, parts.close_run_dir)
         self._stack.callback(parts.tethers.close)
         await _to_the_end(parts.open_run_dir)
@@ -168,6 +174,8 @@ class LivenessServer:
         self._stack.callback(parts.dispatcher.answer_over, None)
         parts.door.open()
         self._parts = parts
+        if any(url.startswith("tcp://") for url in self.urls):
+            log.warning("tcp without keys: every user of this machine may register, look up and ask for the status")
         parts.tethers.open()
         # From here on peers are answered, most of them with ServerStarting.
         parts.reaper.start()
@@ -194,7 +202,7 @@ class LivenessServer:
     async def _open_http(self, host: str, port: int) -> None:
         from lmlive.server.http.http_server import HttpServer  # noqa: PLC0415 - aiohttp is heavy, and an extra
 
-        server = HttpServer(self.status, lambda: self.url, host, port, self._clock)
+        server = HttpServer(lambda: self._read_status().to_dict, lambda: self.url, host, port, self._clock)
         self._stack.push_async_callback(server.close)
         self.http_url = await server.start()
 
@@ -254,6 +262,8 @@ class LivenessServer:
                 remove(books, removal)
             await self._quiet(parts, CUT_OFF_SECONDS, asyncio.Event())
             await parts.releases.settled()
+            parts.tethers.close()
+            await parts.discards.settled(CUT_OFF_SECONDS)
             await self._close_lanes(parts)
             # A call whose work still runs gets no answer: to its worker that would mean that nothing touches its
             # memory any more. Only the end of this process can say so.

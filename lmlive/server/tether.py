@@ -17,21 +17,27 @@ import resource
 import socket
 from functools import partial
 
-from lmlive.errors import InternalError, InvalidPayload, LMLiveError, NotOwner, ServerBusy
-from lmlive.liveness.evidence import Evidence, Exit
+from lmlive.errors import InternalError, InvalidHandle, InvalidPayload, LMLiveError, NotOwner, ServerBusy
+from lmlive.liveness.evidence import Evidence
 from lmlive.liveness.roster import Registration
 from lmlive.modules.books import Books
 from lmlive.modules.events import note
 from lmlive.modules.management import hash_secret
 from lmlive.modules.removal import remove
-from lmlive.modules.tethers import FdTable, TetherRecord, Waiting
+from lmlive.modules.tethers import Discard, FdTable, TetherRecord, Waiting, is_shared_memory
 from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, encode_refusal
-from lmlive.server.evidence import ANCILLARY_BYTES, Sender, ask_for_sender, read_sender
+from lmlive.protocol.verbs import Role
+from lmlive.server.evidence import ANCILLARY_BYTES, Sender, ask_for_sender, read_exit, read_sender
+from lmlive.server.turnstile import need_descriptors
 
 log = logging.getLogger("lmlive.server")
 
 UNUSED_SECONDS = 10.0
-"""How long descriptors wait for the REGISTER that names them."""
+"""How long descriptors wait for the REGISTER that names them, and a socket for its first offer."""
+
+PARTING_SECONDS = 1.0
+"""How long a process that closed its tether, and left nothing here, is still watched: a dying one closes its
+descriptors a moment before its exit is told, and what it had sent by then must mean nothing afterwards."""
 
 SUSPICION_SECONDS = 0.05
 """How long after the end of its socket a process that has not exited is reported as suspect."""
@@ -45,10 +51,11 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Peer:
     """One connection, and the process at its other end once it said who it is."""
 
-    __slots__ = ("pidfd", "record", "sock")
+    __slots__ = ("pidfd", "record", "since", "sock")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, since: float) -> None:
         self.sock: socket.socket | None = sock
+        self.since = since
         self.record: TetherRecord | None = None
         self.pidfd = -1
 
@@ -61,24 +68,23 @@ class Tethers:
 
     Args:
         books: The server's state.
+        discard: Closes sockets in which descriptors may wait unread, and descriptors of whatever kind.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, discard: Discard) -> None:
+        self.connections = 0
+        """How many tethers stand."""
         self.refused = 0
         self._books = books
+        self._discard = discard
         self._listeners: list[socket.socket] = []
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
         self._by_secret: dict[bytes, Peer] = {}
-        self._waiting = Waiting()
+        self._waiting = Waiting(books.discard)
         self._allowed = {os.geteuid(), *books.config.allow_uid}
         self._most_peers = books.config.max_connections
         self._most_fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-
-    @property
-    def connections(self) -> int:
-        """How many tethers stand."""
-        return sum(peer.sock is not None for peer in self._peers)
 
     def take(self, listener: socket.socket) -> None:
         """Own a listening SEQPACKET socket from now on."""
@@ -99,18 +105,30 @@ class Tethers:
             self._forget(peer)
 
     def sweep(self) -> None:
-        """Close descriptors that nobody asked for, and forget processes that nothing is kept for."""
+        """End what waited too long: silent sockets, descriptors that nobody asked for, processes that left nothing."""
         now = self._books.clock.now()
         for peer in tuple(self._peers):
             record = peer.record
             if record is None:
+                if now - peer.since > UNUSED_SECONDS:
+                    log.info("tether silent seconds=%g", UNUSED_SECONDS)
+                    self._lose(peer)
                 continue
             if record.table.held and now - record.table.received_at > UNUSED_SECONDS:
                 log.info("descriptors unused instance_id=%d count=%d", record.instance_id, record.table.held)
                 record.table.close()
-            left = peer.sock is None and now - record.closed_at > self._books.config.lease_seconds
-            if left and self._registered(record) is None:
+            if peer.sock is None and now - record.closed_at > PARTING_SECONDS and not self._left_something(record):
                 self._forget(peer)
+
+    def _left_something(self, record: TetherRecord) -> bool:
+        """Tell whether the end of a record's process would still change anything."""
+        books = self._books
+        opening = books.openings.get(record.instance_id)
+        return (
+            self._registered(record) is not None
+            or (opening is not None and opening.secret_hash == record.secret_hash)
+            or books.leases.holds(record.secret_hash)
+        )
 
     # Connections
 
@@ -121,6 +139,7 @@ class Tethers:
     def _on_connection(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
+                need_descriptors()
                 sock, _ = listener.accept()
             except BlockingIOError:
                 return
@@ -136,7 +155,7 @@ class Tethers:
 
     def _greet(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        if len(self._peers) >= self._most_peers:
+        if self.connections >= self._most_peers:
             self._refuse(sock, ServerBusy("too many tethers: come again", retry_after=1.0, limit=self._most_peers))
             sock.close()
             return
@@ -146,8 +165,9 @@ class Tethers:
         except OSError:
             sock.close()
             return
-        peer = Peer(sock)
+        peer = Peer(sock, self._books.clock.now())
         self._peers.add(peer)
+        self.connections += 1
         self._loop.add_reader(sock.fileno(), self._on_packet, peer, sock)
 
     def _refuse(self, sock: socket.socket, error: LMLiveError) -> None:
@@ -158,6 +178,7 @@ class Tethers:
 
     def _on_packet(self, peer: Peer, sock: socket.socket) -> None:
         try:
+            need_descriptors(MAX_FDS)
             packet, ancillary, flags, _ = sock.recvmsg(MAX_PACKET_BYTES, ANCILLARY_BYTES, _FLAGS)
         except BlockingIOError:
             return
@@ -183,22 +204,14 @@ class Tethers:
             self._refuse(sock, InternalError("the server failed on this offer, see its log"))
             self._lose(peer)
         finally:
+            self._discard(sender.take_fds())
             sender.close()
 
     # Offers
 
     def _take_offer(self, peer: Peer, offer: Offer, sender: Sender) -> int:
         """Check an offer and put its descriptors into the table; whatever is refused, the caller closes."""
-        uid = sender.uid
-        if uid not in self._allowed:
-            allowed = ", ".join(map(str, sorted(self._allowed)))
-            raise NotOwner(
-                f"uid {uid} may not use this server, only {allowed}: run both as one user",
-                uid=uid,
-                allowed=sorted(self._allowed),
-            )
-        if offer.count != len(sender.fds):
-            raise InvalidPayload("an offer came with another number of descriptors than it says", expected=offer.count)
+        self._check_offer(offer, sender)
         record = peer.record or self._begin(peer, offer, sender)
         if record.secret_hash != hash_secret(offer.secret) or record.instance_id != offer.instance_id:
             raise NotOwner("a tether speaks for one worker: open another one")
@@ -212,13 +225,32 @@ class Tethers:
             raise InvalidPayload("descriptors came out of order", expected=len(table.slots), got=offer.first)
         if self._waiting.count + offer.count > self._most_fds:
             raise ServerBusy("too many descriptors wait here: come again", retry_after=1.0, limit=self._most_fds)
-        table.uid = uid
+        table.uid = -1 if sender.uid is None else sender.uid
         table.received_at = self._books.clock.now()
         for fd in sender.take_fds():
             table.add(fd)
         if self._registered(record) is not None:
             self._books.roster.tethered(record.instance_id, record.evidence, record.pid)
         return len(table.slots)
+
+    def _check_offer(self, offer: Offer, sender: Sender) -> None:
+        """Refuse strangers, and what an offer may not bring."""
+        uid = sender.uid
+        if uid not in self._allowed:
+            allowed = ", ".join(map(str, sorted(self._allowed)))
+            raise NotOwner(
+                f"uid {uid} may not use this server, only {allowed}: run both as one user",
+                uid=uid,
+                allowed=sorted(self._allowed),
+            )
+        if offer.count != len(sender.fds):
+            raise InvalidPayload("an offer came with another number of descriptors than it says", expected=offer.count)
+        for index, fd in enumerate(sender.fds):
+            if not is_shared_memory(fd):
+                raise InvalidHandle(
+                    "a descriptor is of no shared memory: send memory files, or files of /dev/shm",
+                    index=offer.first + index,
+                )
 
     def _begin(self, peer: Peer, offer: Offer, sender: Sender) -> TetherRecord:
         """Take the first offer of a connection: from here on it stands for a process."""
@@ -287,17 +319,19 @@ class Tethers:
     def _on_exit(self, peer: Peer) -> None:
         """The process ended: proof. What is pending from it means nothing any more."""
         record = peer.record
+        ended = read_exit(peer.pidfd, None if record is None else record.pid)
         self._forget(peer)
         if record is None:
             return
         books = self._books
-        books.roster.end_secret(record.secret_hash)
+        if record.role == Role.WORKER:  # nobody else's secret can register anything
+            books.roster.end_secret(record.secret_hash)
         registration = self._registered(record)
         if registration is not None:
             removal = books.roster.exited(registration.instance_id, registration.generation, books.moment())
             if removal is not None:
-                remove(books, removal, Exit(record.pid, None, None))
-        books.leases.end_owner(record.secret_hash)
+                remove(books, removal, ended)
+        books.end_leases(record.secret_hash)
 
     def _forget(self, peer: Peer) -> None:
         """Close all that is held for a connection and its process."""
@@ -318,8 +352,11 @@ class Tethers:
     def _close_socket(self, peer: Peer) -> None:
         sock, peer.sock = peer.sock, None
         if sock is not None:
+            self.connections -= 1
             self._loop.remove_reader(sock.fileno())
-            sock.close()
+            with contextlib.suppress(OSError):  # the other end is gone already
+                sock.shutdown(socket.SHUT_RDWR)
+            self._discard([sock.detach()])
 
 
 def _check_whole(flags: int) -> None:

@@ -173,8 +173,10 @@ class MemoryRouter:
         self.replies = 0
         self.dropped_gone = 0
         self.dropped_full = 0
+        self.closings = 0
         self.handler_errors = 0
         self.handshake_failures = 0
+        self.from_unix = True
         self.dealers: dict[bytes, MemoryDealer] = {}
         self.network = network
         self._on_message = on_message

@@ -127,9 +127,13 @@ def check_deadline(deadline: Any) -> float | None:
         return None
     if isinstance(deadline, bool) or not isinstance(deadline, (int, float, np.integer, np.floating)):
         _refuse("deadline", deadline, "must be seconds of time.monotonic() or None")
-    if not math.isfinite(deadline):
-        _refuse("deadline", deadline, "must be finite")
-    return min(float(deadline), FAR)
+    try:
+        seconds = float(deadline)
+    except OverflowError:
+        _refuse("deadline", "an int beyond all floats", "must be finite")
+    if not math.isfinite(seconds):
+        _refuse("deadline", seconds, "must be finite")
+    return min(seconds, FAR)
 
 
 def count_tokens(token_ids: Any) -> int:

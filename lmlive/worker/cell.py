@@ -31,7 +31,7 @@ class Next(StrEnum):
     RECOVER = "recover"
 
 
-class Standing:
+class Health:
     """Whether the server answers and knows us: the worker's side of liveness.
 
     It starts healthy, so that the first request is not held back. One failed PING makes it unhealthy; only a REGISTER
@@ -41,6 +41,8 @@ class Standing:
         cell: The registration.
         healthy: Whether requests should be sent.
         joining: Whether a REGISTER is on its way.
+        joins_done: How many came to a good end. A refresh leaves the cell as it is, so the cell alone does not tell
+            what is older than the last REGISTER; this number does.
         stopped: Whether the end was asked for.
     """
 
@@ -48,6 +50,7 @@ class Standing:
         self.cell = NOWHERE
         self.healthy = True
         self.joining = False
+        self.joins_done = 0
         self.stopped = False
 
     def stop(self) -> None:
@@ -55,8 +58,17 @@ class Standing:
         self.stopped = True
 
     def lost(self) -> None:
-        """Note that a PING failed, that the server exited, or that entry found no server."""
+        """Note that the server exited, or that entry found none."""
         self.healthy = False
+
+    def unanswered(self, sent_after: int) -> None:
+        """Note that a PING failed; it counts for nothing where a REGISTER is on its way, or came to its end meanwhile.
+
+        Args:
+            sent_after: ``joins_done`` when the PING was sent.
+        """
+        if sent_after == self.joins_done and not self.joining and not self.stopped:
+            self.healthy = False
 
     def joins(self) -> None:
         """Note that a REGISTER goes out."""
@@ -67,6 +79,7 @@ class Standing:
         self.joining = False
         if not self.stopped:
             self.cell = cell
+            self.joins_done += 1
             self.healthy = True
 
     def failed(self) -> None:
@@ -74,14 +87,14 @@ class Standing:
         self.joining = False
         self.healthy = False
 
-    def answered(self, sent_under: Cell, told: Cell) -> Next:
+    def answered(self, sent_after: int, told: Cell) -> Next:
         """Judge the reply to a PING.
 
         Args:
-            sent_under: The cell when the PING was sent.
+            sent_after: ``joins_done`` when the PING was sent.
             told: Epoch and generation of the reply's header.
         """
-        if self.stopped or self.joining or sent_under != self.cell:
+        if self.stopped or self.joining or sent_after != self.joins_done:
             return Next.NOTHING
         if not self.healthy or told != self.cell:
             return Next.RECOVER

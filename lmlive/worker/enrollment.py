@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lmlive.cache.layout import KVLayout
+from lmlive.errors import InvalidLayout
+from lmlive.protocol.codec import MAX_TEXT_BYTES
+from lmlive.protocol.parts import MAX_AXES, MAX_PLANES
 from lmlive.worker.cell import NOWHERE, Cell
 from lmlive.worker.hello import ServerFacts
 from lmlive.worker.memory import WorkerMemory
@@ -28,6 +31,8 @@ class Enrollment:
         format: What its shape cannot show.
         groups: KV groups as REGISTER takes them; empty without a cache.
         handles: (descriptor, bytes) of its memory.
+        mode: Who shall copy; "auto" takes what there is, also nothing.
+        strategy: How KV shall travel where the engine copies.
     """
 
     instance_id: int
@@ -40,6 +45,8 @@ class Enrollment:
     format: str = ""
     groups: Sequence[list[object]] = ()
     handles: Sequence[tuple[int, int]] = field(default=(), repr=False)
+    mode: str = "auto"
+    strategy: str = "auto"
 
     def with_memory(self, layout: KVLayout, memory: WorkerMemory) -> "Enrollment":
         """Give the same with a cache."""
@@ -58,10 +65,28 @@ class Enrollment:
             self.kv_dtype if carries_kv else "",
             self.format if carries_kv else "",
             "server_driven" if carries_kv else "none",
-            "auto",
+            self.strategy,
             list(self.groups) if carries_kv else [],
             [["fd", index, nbytes] for index, (_, nbytes) in enumerate(self.handles)] if carries_kv else [],
         ]
+
+
+def check_layout(layout: KVLayout) -> None:
+    """Refuse a layout that no REGISTER can name, before any memory is moved for it.
+
+    Raises:
+        InvalidLayout: With the number that is too large, and what is allowed.
+    """
+    planes = [plane for group in layout.groups for plane in group.planes]
+    _check_most("planes", "planes", len(planes), MAX_PLANES)
+    _check_most("in_block_shape", "axes after block_axis", max(len(plane.in_block_shape) for plane in planes), MAX_AXES)
+    _check_most("kv_dtype", "bytes of dtype names", len(layout.kv_dtype), MAX_TEXT_BYTES)
+
+
+def _check_most(field: str, what: str, number: int, most: int) -> None:
+    if number > most:
+        detail = f"the layout has {number} {what}, and a worker can register at most {most}"
+        raise InvalidLayout(detail, tensor="", field=field, size=number, limit=most)
 
 
 class View(NamedTuple):

@@ -16,6 +16,7 @@ from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
 from lmlive.errors import LMLiveError, RequestTimeout, ServerUnavailable, StaleEpoch
 from lmlive.protocol.verbs import Role, Verb
+from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import Context
 from lmlive.worker.enrollment import View
 from lmlive.worker.heartbeat import Heartbeat
@@ -47,7 +48,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Answer:
     """How an exchange ended.
 
     Args:
@@ -74,6 +75,7 @@ class Exchange:
         heart: Knows the registration, and renews it.
         unsettled: Told of every retrieve.
         config: Patience.
+        crew: Hashes long prompts.
         clock: For deadlines.
         counters: Counted into.
     """
@@ -88,6 +90,7 @@ class Exchange:
         heart: Heartbeat,
         unsettled: Unsettled,
         config: WorkerConfig,
+        crew: Crew,
         clock: Clock,
         counters: Counter[str],
     ) -> None:
@@ -97,13 +100,14 @@ class Exchange:
         self._heart = heart
         self._unsettled = unsettled
         self._config = config
+        self._crew = crew
         self._clock = clock
         self._counters = counters
         self._greeted = 0
-        self._greeting = asyncio.Lock()
+        self._greeting: asyncio.Task[int] | None = None
         self._slots = Slots()
 
-    async def run(self, order: Order, flight: Flight) -> Outcome:
+    async def run(self, order: Order, flight: Flight) -> Answer:
         """Send an order until it has a terminal answer, or its deadline and grace are over.
 
         Raises:
@@ -120,7 +124,7 @@ class Exchange:
                 raise LMLiveError("registered for liveness only: the server cannot reach this worker's memory")
             if order.is_empty(facts.chunk_tokens):
                 raise NothingToSend
-            payload = order.payload(facts)
+            payload = await order.payload(facts, self._crew)
             if self._clock.now() >= order.deadline:
                 raise RequestTimeout("the deadline passed before the request was sent: nothing was done")
             if not await self._greet(view, order.deadline):
@@ -130,16 +134,22 @@ class Exchange:
                 register_again = False
                 continue
             async with self._slots.one(facts.limits["in_flight"], order.deadline - self._clock.now()):
-                outcome = await self._send(order, payload, view, facts, flight)
-            error = outcome.reply.error
+                answer = await self._send(order, payload, view, facts, flight)
+            error = answer.reply.error
             if isinstance(error, StaleEpoch) and error.fields.get("hello") and hello_again:
                 self._greeted, hello_again = 0, False
             elif isinstance(error, UNREGISTERED) and register_again:
                 register_again = False
                 await self._rejoin(view, order.deadline)
             else:
-                return outcome
+                return answer
             self._counters["repeats"] += 1
+
+    async def close(self) -> None:
+        """Close the connection, which ends whatever is on its way."""
+        self.link.close()
+        if self._greeting is not None:
+            await asyncio.wait({self._greeting})
 
     def server_exited(self, epoch: int) -> None:
         """Note that a server's process is gone."""
@@ -149,7 +159,7 @@ class Exchange:
 
     async def _send(
         self, order: Order, payload: list[object], view: View, facts: ServerFacts, flight: Flight
-    ) -> Outcome:
+    ) -> Answer:
         """Make one attempt; from its first byte until this returns, cancelling has to wait."""
         if flight.cancelled:
             raise asyncio.CancelledError
@@ -174,22 +184,43 @@ class Exchange:
             flight.touching = False
         if doubt is not None and _is_settled(reply):
             self._unsettled.settle(doubt)
-        return Outcome(reply, facts)
+        return Answer(reply, facts)
 
     async def _greet(self, view: View, deadline: float) -> bool:
-        """Say HELLO on this connection if it has not yet; False if another server answers than we registered with."""
-        async with self._greeting:
-            if self._greeted != view.cell.epoch:
-                facts = await say_hello(
-                    self.link,
-                    self._clock,
-                    role=Role.WORKER,
-                    secret=self._secret,
-                    deadline=deadline,
-                    connect_within=self._config.connect_timeout,
-                )
-                self._greeted = facts.epoch
-        return self._greeted == view.cell.epoch
+        """Say HELLO on this connection if it has not yet; False if another server answers than we registered with.
+
+        All who need it share one HELLO, which is patient for a moment only; each waits by its own deadline, and says
+        it again as long as that is not past.
+        """
+        began = self._clock.now()
+        while self._greeted != view.cell.epoch:
+            greeting = self._greet_once()
+            await asyncio.wait({greeting}, timeout=max(0.0, deadline - self._clock.now()))
+            now = self._clock.now()
+            if not greeting.done():
+                raise RequestTimeout("no answer to HELLO before the deadline: nothing was sent", waited=now - began)
+            if now >= deadline or not isinstance(greeting.exception(), RequestTimeout):
+                return greeting.result() == view.cell.epoch
+        return True
+
+    def _greet_once(self) -> "asyncio.Task[int]":
+        """Say HELLO, or join the one that is on its way."""
+        if self._greeting is None or self._greeting.done():
+            self._greeting = asyncio.get_running_loop().create_task(self._say_hello())
+            self._greeting.add_done_callback(_look_at)
+        return self._greeting
+
+    async def _say_hello(self) -> int:
+        facts = await say_hello(
+            self.link,
+            self._clock,
+            role=Role.WORKER,
+            secret=self._secret,
+            deadline=self._clock.now() + self._config.connect_timeout,
+            connect_within=self._config.connect_timeout,
+        )
+        self._greeted = facts.epoch
+        return facts.epoch
 
     async def _rejoin(self, view: View, deadline: float) -> None:
         """Have the heartbeat register again, unless it did meanwhile; wait no longer than the deadline.
@@ -209,3 +240,9 @@ class Exchange:
 def _is_settled(reply: Reply) -> bool:
     """Tell whether a request can do nothing any more: it was answered, or never left, or its server is gone."""
     return reply.header is not None or not reply.sent or isinstance(reply.error, ServerUnavailable)
+
+
+def _look_at(greeting: "asyncio.Task[int]") -> None:
+    """Take note of a failure that nobody may be left to see."""
+    if not greeting.cancelled():
+        greeting.exception()

@@ -1,17 +1,18 @@
 """The breaker at work: whether a call may go out now, and the PINGs that decide it.
 
-The rules are the breaker's, which is pure; here they meet a loop. One loop owns a gate.
+The rules are the breaker's, which is pure; here they meet a loop. One loop owns it. No wait here outlives a caller's
+patience.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from lmlive.clock import Clock
-from lmlive.errors import LMLiveError
+from lmlive.errors import LMLiveError, RequestTimeout
 from lmlive.worker.breaker import Breaker
 
 
-class Gate:
+class BreakerGate:
     """Lets calls out, or makes them immediate misses.
 
     Args:
@@ -33,13 +34,21 @@ class Gate:
             self._start_probe()
         return not self.breaker.open
 
-    async def passes_fresh(self) -> bool:
-        """Tell whether a call may go out that may wait for long; asks with a PING if nothing was heard for a while."""
+    async def passes_fresh(self, patience: float) -> bool:
+        """Tell whether a call may go out that may wait for long; asks with a PING if nothing was heard for a while.
+
+        Raises:
+            RequestTimeout: The caller's own patience, in seconds, was shorter than the answer took.
+        """
         if not self.passes():
             return False
         if self.breaker.stale(self._answered_at(), self._clock.now()):
-            # Shielded: several callers may wait for one PING, and the first to give up must not end it.
-            if not await asyncio.shield(self._start_probe()):
+            probe = self._start_probe()
+            # Only waited for: it is everybody's PING, and the first to give up must not end it.
+            await asyncio.wait({probe}, timeout=max(0.0, patience))
+            if not probe.done():
+                raise RequestTimeout("the deadline passed before the server gave a sign of life: nothing was sent")
+            if probe.cancelled() or not probe.result():
                 self.breaker.trip()
             return not self.breaker.open
         return True

@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
-from lmlive.errors import InvalidLayout, LMLiveError, NotOwner, ProtocolError
-from lmlive.worker.cell import NOWHERE, Cell, Next, Standing
+from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError
+from lmlive.worker.cell import NOWHERE, Cell, Health, Next
 from lmlive.worker.dealer import Context
 from lmlive.worker.diagnosis import refused_by_files
 from lmlive.worker.enrollment import Enrollment, View
 from lmlive.worker.link import Link
-from lmlive.worker.membership import Membership
+from lmlive.worker.membership import MOST_SPREAD, Membership, Parting
 from lmlive.worker.outcome import in_words
 from lmlive.worker.tether import Tether
 from lmlive.worker.thread import LoopThread
@@ -85,15 +85,16 @@ class Heartbeat:
         self._listener = listener
         self._url = url
         self._instance_id = enrollment.instance_id
-        self._standing = Standing()
+        self._health = Health()
         self._link = Link(context, url, connect_timeout=config.connect_timeout, clock=clock)
         self._membership = Membership(
             self._link,
             url,
             enrollment,
-            self._standing,
+            self._health,
             clock,
             request_timeout=config.request_timeout,
+            spread=min(MOST_SPREAD, config.heartbeat_interval / 4),
             on_tether=self._watch,
             counters=self.counters,
         )
@@ -112,7 +113,7 @@ class Heartbeat:
     @property
     def healthy(self) -> bool:
         """Whether requests should be sent."""
-        return self._standing.healthy
+        return self._health.healthy
 
     @property
     def answered_at(self) -> float:
@@ -156,21 +157,27 @@ class Heartbeat:
         """Register again, unless that happened since ``seen``; give the error or None."""
         return await self._thread.call(lambda: self._rejoin(seen))
 
-    async def close(self) -> int:
-        """Stop the beat, unregister, end the thread; give the epoch of the server that released all, else 0."""
-        self._standing.stop()
+    async def close(self) -> Parting:
+        """Stop the beat, unregister, end the thread; tell what the server said of our memory."""
+        self._health.stop()
         try:
-            return await self._thread.call(self._leave) if self._thread.started else 0
+            return await self._thread.call(self._leave) if self._thread.started else Parting()
         finally:
             await self._thread.finish()
 
     # in the thread
 
     async def _enter(self, deadline: float) -> LMLiveError | None:
-        self._link.open()
+        try:
+            self._link.open()
+            return await self._try_to_enter(deadline)
+        finally:
+            self._membership.entered = True
+
+    async def _try_to_enter(self, deadline: float) -> LMLiveError | None:
         error: LMLiveError | None = None
         pause = _RETRY
-        while not self._standing.stopped:
+        while not self._health.stopped:
             joining = self._membership.join()
             await asyncio.wait({joining}, timeout=max(0.0, deadline - self._clock.now()))
             if not joining.done():
@@ -188,17 +195,19 @@ class Heartbeat:
             if self._clock.now() + pause >= deadline:
                 break
             await asyncio.sleep(pause)
+        if isinstance(error, ConfigError):
+            return error
         refusal = await asyncio.to_thread(refused_by_files, self._url)
         if refusal is not None:
             return refusal
-        self._standing.lost()
+        self._health.lost()
         reason = "no answer yet" if error is None else in_words(error)
         log.warning("entered without a server instance_id=%d reason=%s", self._instance_id, reason)
         await self._begin()
         return None
 
     async def _begin(self) -> None:
-        if self._beating is None and not self._standing.stopped:
+        if self._beating is None and not self._health.stopped:
             self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def _beat(self) -> None:
@@ -230,23 +239,23 @@ class Heartbeat:
     async def _one_beat(self) -> None:
         config = self._config
         # A server that is away is waited for from beat to beat, so that it is met as soon as it is back.
-        patience = 0.0 if self._standing.healthy else max(config.heartbeat_timeout, config.heartbeat_interval)
+        patience = 0.0 if self._health.healthy else max(config.heartbeat_timeout, config.heartbeat_interval)
         try:
             await self._ping(patience)
         except LMLiveError:
             return  # counted, and known to whom it concerns
-        if not self._standing.stopped and await self._membership.tie():
+        if not self._health.stopped and await self._membership.tie():
             await self._recover()
 
     async def _ping(self, patience: float = 0.0) -> float:
         config = self._config
-        was_healthy = self._standing.healthy
+        was_healthy = self._health.healthy
         try:
             seconds, then = await self._membership.ping(
                 timeout=max(config.heartbeat_timeout, patience), connect_within=max(config.connect_timeout, patience)
             )
         except LMLiveError as error:
-            if was_healthy and not self._standing.healthy:
+            if was_healthy and not self._health.healthy:
                 log.warning("unhealthy instance_id=%d reason=%s", self._instance_id, in_words(error))
             raise
         self._thread.post_to_owner(self._listener.on_pong, seconds)
@@ -255,13 +264,13 @@ class Heartbeat:
         return seconds
 
     async def _recover(self) -> None:
-        if self._standing.stopped:
+        if self._health.stopped:
             return
-        was_healthy, before = self._standing.healthy, self._standing.cell
+        was_healthy, before = self._health.healthy, self._health.cell
         error = await asyncio.shield(self._membership.join())
         if error is None:
             self._joined()
-            if not was_healthy or before != self._standing.cell:
+            if not was_healthy or before != self._health.cell:
                 self.counters["recoveries"] += 1
                 log.info("recovered instance_id=%d", self._instance_id)
         else:
@@ -273,7 +282,7 @@ class Heartbeat:
             )
 
     async def _rejoin(self, seen: Cell) -> LMLiveError | None:
-        if self._standing.cell in {seen, NOWHERE}:
+        if self._health.cell in {seen, NOWHERE}:
             self.counters["rejoins"] += 1
             error = await asyncio.shield(self._membership.join())
             if error is None:
@@ -298,29 +307,32 @@ class Heartbeat:
             )
 
     def _watch(self, tether: Tether) -> None:
-        if tether.pidfd >= 0:
-            pidfd = os.dup(tether.pidfd)
-            if not self._thread.post_to_owner(self._listener.on_tether, tether.epoch, pidfd):
-                os.close(pidfd)
+        try:
+            pidfd = os.dup(tether.pidfd) if tether.pidfd >= 0 else -1
+        except OSError as error:  # no descriptor is left: what is in doubt then stays so
+            log.warning("server's process not watched instance_id=%d reason=%s", self._instance_id, in_words(error))
+            pidfd = -1
+        if pidfd >= 0 and not self._thread.post_to_owner(self._listener.on_tether, tether.epoch, pidfd):
+            os.close(pidfd)
         epoch = tether.epoch
         tether.watch(on_lost=lambda: self._on_lost(epoch), on_exit=lambda: self._on_exit(epoch))
 
     def _on_exit(self, epoch: int) -> None:
         log.warning("server exited instance_id=%d epoch=%x", self._instance_id, epoch)
         self.counters["server_exits"] += 1
-        if self._standing.cell.epoch in (epoch, 0):
-            self._standing.lost()
+        if self._health.cell.epoch in (epoch, 0):
+            self._health.lost()
         self._link.server_exited(epoch)
 
     def _on_lost(self, epoch: int) -> None:
-        if self._standing.stopped:
+        if self._health.stopped:
             return
         self.counters["lost_tethers"] += 1
         log.info("tether ended instance_id=%d epoch=%x", self._instance_id, epoch)
         self._thread.post(self._begin)
         self._kicked.set()
 
-    async def _leave(self) -> int:
+    async def _leave(self) -> Parting:
         try:
             for task in [self._beating, *self._beats]:
                 if task is not None:

@@ -106,5 +106,6 @@ async def _measured_hello(
     reply = await link.request(Verb.HELLO, payload, deadline=deadline, connect_within=connect_within)
     received_ns = clock.now_ns()
     told = HelloReply.from_payload(reply.result())
+    link.message_bytes = told.limits["message_bytes"]
     epoch = reply.header.epoch if reply.header is not None else 0
     return measure(epoch, told, sent_ns, received_ns)

@@ -4,13 +4,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from lmlive.config.addresses import UNIX_PATH_BYTES
 from lmlive.errors import InvalidArgument
 from lmlive.protocol.codec import MAX_TEXT_BYTES
 from lmlive.protocol.transfers import MAX_RANKS
 
 MAX_PORT = 65535
-PATH_BYTES = 107
-"""The longest path of a unix socket."""
 
 
 def check_url(url: Any) -> None:
@@ -18,8 +17,8 @@ def check_url(url: Any) -> None:
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
     if scheme not in {"ipc", "tcp"} or not rest:
         raise InvalidArgument("url must be ipc:///path or tcp://host:port", field="url", value=repr(url))
-    if scheme == "ipc" and len(os.fsencode(rest)) > PATH_BYTES:
-        raise InvalidArgument(f"the path of an ipc url has at most {PATH_BYTES} bytes", field="url", value=url)
+    if scheme == "ipc" and len(os.fsencode(rest)) > UNIX_PATH_BYTES:
+        raise InvalidArgument(f"the path of an ipc url has at most {UNIX_PATH_BYTES} bytes", field="url", value=url)
     port = rest.rpartition(":")[2]
     if scheme == "tcp" and not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
         raise InvalidArgument(f"a tcp url must end with a port from 1 to {MAX_PORT}", field="url", value=url)

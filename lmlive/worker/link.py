@@ -24,6 +24,7 @@ from lmlive.clock import Clock, MonotonicClock
 from lmlive.errors import (
     ForkedProcess,
     LMLiveError,
+    MessageTooLarge,
     ProtocolError,
     RequestTimeout,
     ServerBusy,
@@ -74,12 +75,14 @@ class Link:
         answered_at: When the last reply came.
         late_replies: Replies that came after their request was given up.
         bad_frames: Frames that were no reply.
+        message_bytes: The longest message that the server takes, as its HELLO told; None as long as none did.
     """
 
     def __init__(self, context: Context, url: str, *, connect_timeout: float, clock: Clock | None = None) -> None:
         self.answered_at = float("-inf")
         self.late_replies = 0
         self.bad_frames = 0
+        self.message_bytes: int | None = None
         self._context = context
         self._url = url
         self._connect_timeout = connect_timeout
@@ -167,6 +170,11 @@ class Link:
             generation=generation,
             deadline_ns=deadline_ns,
         )
+        if self.message_bytes is not None and len(frame) > self.message_bytes:
+            # The server would cut the connection off, and with it everything else that is on its way.
+            error = MessageTooLarge("longer than this server takes", size=len(frame), limit=self.message_bytes)
+            future.set_result(unanswered(error, sent=False))
+            return future
         now = self._clock.now()
         connect_by = deadline if connect_within is None else min(deadline, now + connect_within)
         request = _Request(
@@ -322,7 +330,8 @@ class Link:
 
     def _expire(self, request: _Request, now: float) -> None:
         if not request.sent and now >= request.connect_by:
-            error: LMLiveError = ServerUnavailable("nobody took the request at this address", url=self._url)
+            waited = now - request.since
+            error: LMLiveError = ServerUnavailable("nobody took the request here", url=self._url, waited=waited)
         elif now >= request.deadline:
             error = RequestTimeout("no answer before the deadline", url=self._url, waited=now - request.since)
         else:

@@ -4,40 +4,63 @@ It is not when these happen: that is ``heartbeat``. The rules it keeps: one REGI
 wants one joins; descriptors go over the tether before the REGISTER that names them, and the tether's epoch is the
 HELLO's; (epoch, generation) is written by the reply to a REGISTER alone.
 
+When another server answers than the one we were registered with, it answers everybody else for the first time too: then
+the tether and the REGISTER wait for a moment drawn at random, so that a thousand workers do not come in one instant.
+
 Heartbeat thread only. ``view`` is replaced as a whole, so any thread may read it.
 """
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from lmlive.clock import Clock
 from lmlive.errors import (
+    ConfigError,
     InternalError,
     InvalidHandle,
+    InvalidLayout,
     LMLiveError,
+    MessageTooLarge,
     ReleasePending,
+    RequestTimeout,
+    ServerUnavailable,
     StaleEpoch,
-    TransportError,
     UnknownInstance,
     WorkerClosed,
 )
 from lmlive.protocol.messages import Ping, RegisterReply, Unregister
 from lmlive.protocol.verbs import Role, Verb
-from lmlive.worker.cell import Cell, Next, Standing
+from lmlive.worker.cell import Cell, Health, Next
 from lmlive.worker.enrollment import Enrollment, View
-from lmlive.worker.hello import ServerFacts, hello_payload, say_hello
+from lmlive.worker.hello import hello_payload, say_hello
 from lmlive.worker.link import Link
 from lmlive.worker.outcome import in_words
-from lmlive.worker.tether import Tether, open_tether, tether_path
+from lmlive.worker.reply import Reply, unanswered
+from lmlive.worker.tether import Tether
+from lmlive.worker.tying import Tying
 
 log = logging.getLogger("lmlive.worker")
 
-FAREWELL = 0.5
+FAREWELL: Final = 0.5
 """Seconds within which a server must show that it is alive before UNREGISTER is waited for longer."""
-TIE_PATIENCE = 1.0
-"""Seconds for the tether's greeting, and for each receipt."""
+MOST_SPREAD: Final = 0.5
+"""Seconds over which the workers of a server that was replaced spread their REGISTERs, at most."""
+
+
+class Parting(NamedTuple):
+    """How a registration ended.
+
+    Args:
+        released: Epoch of the server that said that it released everything; 0 if none did.
+        pending: Whether the last word of a server was that it did not, yet.
+    """
+
+    released: int = 0
+    pending: bool = False
 
 
 class Membership:
@@ -47,11 +70,17 @@ class Membership:
         link: The connection; opened and closed by the heartbeat.
         url: The server's.
         enrollment: What is registered.
-        standing: What is known of it.
+        health: What is known of it.
         clock: For deadlines.
         request_timeout: Patience with one attempt to register.
+        spread: Seconds over which to spread the first REGISTER with another server.
         on_tether: Told of every tether that stands.
         counters: Counted into.
+
+    Attributes:
+        view: The registration, as last confirmed by a REGISTER.
+        registered_once: Whether a REGISTER was ever sent.
+        entered: Whether entering is over; before it is, nothing is spread.
     """
 
     def __init__(
@@ -59,26 +88,35 @@ class Membership:
         link: Link,
         url: str,
         enrollment: Enrollment,
-        standing: Standing,
+        health: Health,
         clock: Clock,
         *,
         request_timeout: float,
+        spread: float,
         on_tether: Callable[[Tether], None],
         counters: Counter[str],
     ) -> None:
         self.view = View()
-        self.tether: Tether | None = None
         self.registered_once = False
+        self.entered = False
         self._link = link
-        self._url = url
         self._enrollment = enrollment
-        self._standing = standing
+        self._health = health
         self._clock = clock
         self._request_timeout = request_timeout
-        self._on_tether = on_tether
+        self._spread = spread
+        self._spread_for = 0
         self._counters = counters
         self._joining: asyncio.Task[LMLiveError | None] | None = None
         self._told_untied = False
+        self._tying = Tying(
+            url,
+            clock,
+            secret=enrollment.secret,
+            instance_id=enrollment.instance_id,
+            role=Role.WORKER,
+            on_tether=on_tether,
+        )
 
     async def ping(self, *, timeout: float, connect_within: float) -> tuple[float, Next]:  # noqa: ASYNC109
         """Send a PING; give the seconds it took and what must happen next.
@@ -88,8 +126,8 @@ class Membership:
         Raises:
             LMLiveError: There was no answer, or it was an error.
         """
-        standing = self._standing
-        sent_under = standing.cell
+        health = self._health
+        sent_under, sent_after = health.cell, health.joins_done
         sent_at = self._clock.now()
         instance_id = self._enrollment.instance_id
         self._counters["pings"] += 1
@@ -104,88 +142,89 @@ class Membership:
         )
         if reply.error is not None or reply.header is None:
             self._counters["failed_pings"] += 1
-            if sent_under == standing.cell and not standing.joining:
-                standing.lost()
+            health.unanswered(sent_after)
             raise reply.error or WorkerClosed("closed while the PING was on its way")
         told = Cell(reply.header.epoch, reply.header.generation)
-        return self._clock.now() - sent_at, standing.answered(sent_under, told)
+        return self._clock.now() - sent_at, health.answered(sent_after, told)
 
     def join(self) -> asyncio.Task[LMLiveError | None]:
         """Register, or join the REGISTER that is on its way; the task gives the error or None, and never raises."""
         if self._joining is None or self._joining.done():
-            self._standing.joins()
+            self._health.joins()
             self._joining = asyncio.get_running_loop().create_task(self._join())
         return self._joining
 
     async def tie(self) -> bool:
         """Try to open the tether that the registration lacks; True if it stands now and REGISTER should follow."""
         facts = self.view.facts
-        if facts is None or self._tied_to(facts.epoch) or self._standing.joining:
+        if facts is None or self._tying.stands(facts.epoch) or self._health.joining:
             return False
         try:
-            return await self._tie(facts, self._clock.now() + self._request_timeout)
+            return await self._tying.tie(facts, self._clock.now() + self._request_timeout)
         except LMLiveError as error:
             log.warning("tether refused instance_id=%d reason=%s", self._enrollment.instance_id, in_words(error))
             return False
 
     def drop_tether(self) -> None:
         """Close the tether, if there is one."""
-        tether, self.tether = self.tether, None
-        if tether is not None:
-            tether.close()
+        self._tying.drop()
 
-    async def leave(self) -> int:
-        """UNREGISTER by secret; give the epoch of the server that released everything, 0 if none said so.
+    async def leave(self) -> Parting:
+        """UNREGISTER by secret, and tell what the server said of our memory.
 
-        A server that shows no sign of life is not waited for.
+        A server that shows no sign of life is not waited for, one whose release is pending until the patience is over.
         """
         if self._joining is not None:
             self._joining.cancel()
         if not self.registered_once:
-            return 0
+            return Parting()
         now = self._clock.now()
+        until = now + self._request_timeout
         alive = self._link.request(
             Verb.HELLO,
             hello_payload(Role.WORKER, self._enrollment.secret),
             deadline=now + FAREWELL,
             connect_within=FAREWELL,
         )
-        until = now + self._request_timeout
+        pending = False
         while True:
-            left = self._link.request(
-                Verb.UNREGISTER,
-                Unregister(self._enrollment.secret).to_payload(),
-                deadline=until,
-                connect_within=FAREWELL,
-                instance_id=self._enrollment.instance_id,
-            )
-            await asyncio.wait({alive, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not left.done() and (await alive).header is None:
-                log.warning("not unregistered instance_id=%d reason=no answer", self._enrollment.instance_id)
-                return 0
-            reply = await left
-            if isinstance(reply.error, ReleasePending) and self._clock.now() < until:
-                log.warning(
-                    "release pending instance_id=%d: the server may still read or write this KV memory; keep it "
-                    "as it is until the server says otherwise or exits",
-                    self._enrollment.instance_id,
-                )
-                await asyncio.sleep(FAREWELL / 10)
-                continue
-            if reply.error is not None or reply.header is None:
+            reply = await self._unregister(alive, until)
+            if isinstance(reply.error, ReleasePending):
+                pending = True
+                if self._clock.now() + FAREWELL / 10 < until:
+                    await asyncio.sleep(FAREWELL / 10)
+                    continue
+            if reply.error is None and reply.header is not None:
+                return Parting(released=reply.header.epoch)
+            if not isinstance(reply.error, ReleasePending):
                 reason = "no answer" if reply.error is None else in_words(reply.error)
                 log.warning("not unregistered instance_id=%d reason=%s", self._enrollment.instance_id, reason)
-                return 0
-            return reply.header.epoch
+            silent = reply.header is None and not isinstance(reply.error, ServerUnavailable)
+            return Parting(pending=pending or (silent and alive.done() and alive.result().header is not None))
+
+    async def _unregister(self, alive: "asyncio.Future[Reply]", until: float) -> Reply:
+        facts = self.view.facts
+        left = self._link.request(
+            Verb.UNREGISTER,
+            Unregister(self._enrollment.secret).to_payload(),
+            deadline=until,
+            connect_within=FAREWELL,
+            instance_id=self._enrollment.instance_id,
+            deadline_ns=0 if facts is None else facts.deadline_ns(until),
+        )
+        await asyncio.wait({alive, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not left.done() and (await alive).header is None:
+            return unanswered(RequestTimeout("no sign of life"), sent=True)
+        return await left
 
     async def _join(self) -> LMLiveError | None:
         try:
-            view = await self._register(self._clock.now() + self._request_timeout)
+            view = await self._register()
         except LMLiveError as error:
             self._fail(error)
             return error
         except asyncio.CancelledError:
-            self._standing.failed()
+            self._health.failed()
             raise
         except Exception as error:
             log.exception("register failed instance_id=%d", self._enrollment.instance_id)
@@ -193,7 +232,7 @@ class Membership:
             return InternalError("registering failed, see the log", type=type(error).__name__)
         self._counters["registrations"] += 1
         self.view = view
-        self._standing.joined(view.cell)
+        self._health.joined(view.cell)
         log.info(
             "registered instance_id=%d generation=%d epoch=%x kv=%s",
             self._enrollment.instance_id,
@@ -205,79 +244,62 @@ class Membership:
 
     def _fail(self, error: Exception) -> None:
         self._counters["failed_registrations"] += 1
-        self._standing.failed()
+        self._health.failed()
         if isinstance(error, InvalidHandle):
             self.drop_tether()  # the next attempt begins with a new one
 
-    async def _register(self, deadline: float) -> View:
+    async def _register(self) -> View:
         enrollment = self._enrollment
+        deadline = self._clock.now() + self._request_timeout
         facts = await say_hello(self._link, self._clock, role=Role.WORKER, secret=enrollment.secret, deadline=deadline)
-        tied = await self._tie_and_offer(facts, deadline)
+        await self._spread_out(facts.epoch)
+        # A HELLO may have waited long for its server; what it waits for now has the whole patience again.
+        now = self._clock.now()
+        deadline = now + self._request_timeout
+        fds = [fd for fd, _ in enrollment.handles] if facts.same_clock else []
+        tied = await self._tying.offer(facts, fds, now + 3 / 4 * self._request_timeout)
         carries_kv = tied and bool(enrollment.groups) and facts.same_clock
-        if enrollment.groups and not carries_kv:
-            self._tell_untied(tied)
+        untied = "" if carries_kv or not enrollment.groups else self._why_untied(tied)
+        if untied and enrollment.mode == "server_driven":
+            rule = f"a tether to a server on this machine: {untied}"
+            detail = f"mode is server_driven, which needs {rule}"
+            raise ConfigError(detail, field="mode", value=enrollment.mode, rule=rule)
         self.registered_once = True
         reply = await self._link.request(
             Verb.REGISTER,
             enrollment.payload(carries_kv=carries_kv),
             deadline=deadline,
             instance_id=enrollment.instance_id,
+            deadline_ns=facts.deadline_ns(deadline),
         )
+        if isinstance(reply.error, MessageTooLarge):
+            detail = "the layout takes more words than one message of this server holds: have fewer tensors or planes"
+            raise InvalidLayout(detail, tensor="", field="planes", **reply.error.fields)
         RegisterReply.from_payload(reply.result())
         header = reply.header
         if header is None or header.epoch != facts.epoch:
             raise StaleEpoch("the server was replaced while this worker registered: register again")
         if not header.generation:
             raise UnknownInstance("removed as soon as it was registered: register again")
+        if untied:
+            self._tell_untied(untied)
         return View(Cell(header.epoch, header.generation), facts, carries_kv)
 
-    async def _tie_and_offer(self, facts: ServerFacts, deadline: float) -> bool:
-        """Have a tether that stands, and this worker's descriptors at its other end; False where there is none."""
-        enrollment = self._enrollment
-        fds = [fd for fd, _ in enrollment.handles] if facts.same_clock else []
-        for _ in range(2):  # one that ended unnoticed gets a successor
-            if not await self._tie(facts, deadline) or self.tether is None:
-                return False
-            try:
-                await self.tether.offer(
-                    secret=enrollment.secret,
-                    instance_id=enrollment.instance_id,
-                    role=Role.WORKER,
-                    fds=fds,
-                    deadline=deadline,
-                )
-                return True
-            except TransportError as error:
-                log.info("tether ended instance_id=%d reason=%s", enrollment.instance_id, in_words(error))
-                self.drop_tether()
-        return False
+    async def _spread_out(self, epoch: int) -> None:
+        """Wait for a moment before the first attempt with another server than before; once for each server."""
+        if self.entered and epoch not in {self._health.cell.epoch, self._spread_for}:
+            self._spread_for = epoch
+            await asyncio.sleep(random.uniform(0.0, self._spread))  # noqa: S311 - no secret hangs on it
 
-    def _tied_to(self, epoch: int) -> bool:
-        return self.tether is not None and not self.tether.lost and self.tether.epoch == epoch
+    def _why_untied(self, tied: bool) -> str:
+        return "the clocks differ" if tied else self._tying.refused or "there is no tether to the server"
 
-    async def _tie(self, facts: ServerFacts, deadline: float) -> bool:
-        """Open the tether if it does not stand already."""
-        if self._tied_to(facts.epoch):
-            return True
-        self.drop_tether()
-        path = tether_path(self._url, facts.tether_path)
-        if path is None:
-            return False
-        patience = min(deadline, self._clock.now() + TIE_PATIENCE)
-        tether = await open_tether(path, epoch=facts.epoch, clock=self._clock, deadline=patience)
-        if tether is None:
-            return False
-        self.tether = tether
-        self._on_tether(tether)
-        return True
-
-    def _tell_untied(self, tied: bool) -> None:
+    def _tell_untied(self, reason: str) -> None:
         if not self._told_untied:
             self._told_untied = True
-            reason = "the clocks differ" if tied else "there is no tether to the server"
             log.warning(
                 "liveness only instance_id=%d: %s, so this worker's KV cannot be reached; store and retrieve answer "
-                "'error'",
+                "'error' until that changes",
                 self._enrollment.instance_id,
                 reason,
             )

@@ -13,9 +13,9 @@ Neither numpy nor torch is imported for the other's sake: a tensor is asked wher
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,12 @@ log = logging.getLogger("lmlive.worker")
 
 Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
+
+SLICE_BYTES: Final = 8 << 20
+"""How much is copied before anybody asks for the time."""
+
+parked: Final[list["WorkerMemory"]] = []
+"""Memory of closed workers whose server has not said that it let go of it: kept until this process ends."""
 
 _WORD = 8
 _SHM = "/dev/shm"  # noqa: S108 - where torch makes the memory it shares
@@ -123,27 +129,29 @@ class WorkerMemory:
 
         Args:
             blocks: Block ids, per group.
-            may_continue: Asked before each plane; False ends the copy.
+            may_continue: Asked before each slice of at most 8 MiB; False ends the copy.
 
         Returns:
             False if it was ended early.
         """
         for plane in self.mirror_planes:
-            if not may_continue():
-                return False
             own = plane.rows()
-            for block in blocks[plane.source.group]:
-                plane.mirror[block] = own[block]
+            for ids in _slices(blocks[plane.source.group], plane.plane.run):
+                if not may_continue():
+                    return False
+                for block in ids:
+                    plane.mirror[block] = own[block]
         return True
 
     def copy_out(self, blocks: Sequence[BlockIds], may_continue: Callable[[], bool] = lambda: True) -> bool:
         """Bring these blocks, which a retrieve has loaded, from the mirror to their tensors; else like ``copy_in``."""
         for plane in self.mirror_planes:
-            if not may_continue():
-                return False
             own = plane.rows()
-            for block in blocks[plane.source.group]:
-                own[block] = plane.mirror[block]
+            for ids in _slices(blocks[plane.source.group], plane.plane.run):
+                if not may_continue():
+                    return False
+                for block in ids:
+                    own[block] = plane.mirror[block]
         return True
 
     def close(self) -> None:
@@ -175,13 +183,7 @@ def prepare(kv_caches: Sequence[Mapping[str, Any]], layout: KVLayout) -> WorkerM
     except BaseException:
         memory.close()
         raise
-    ordered = iter(places)
-    for group in layout.groups:
-        planes = []
-        for plane in group.planes:
-            handle, offset, stride = next(ordered)
-            planes.append([handle, offset, stride, plane.run, list(plane.in_block_shape), list(plane.stride_order)])
-        memory.groups.append([group.block_tokens, group.num_blocks, planes])
+    memory.groups = layout.wire_groups(places)
     return memory
 
 
@@ -320,6 +322,12 @@ def _mirror(foreign: Sequence[_Tensor], memory: WorkerMemory) -> list[tuple[int,
         foreign[0].name,
     )
     return places
+
+
+def _slices(ids: BlockIds, run: int) -> Iterator[BlockIds]:
+    """Cut a plane's blocks into slices that are copied in a moment."""
+    step = max(1, SLICE_BYTES // run)
+    return (ids[at : at + step] for at in range(0, len(ids), step))
 
 
 def _rows(address: int, num_blocks: int, plane: Plane) -> Bytes:

@@ -1,5 +1,6 @@
 """What an entered worker is made of, and the order in which it comes and goes."""
 
+import logging
 from collections import Counter
 
 import zmq
@@ -7,13 +8,16 @@ import zmq
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import LMLiveError
+from lmlive.worker.crew import Crew
 from lmlive.worker.enrollment import Enrollment
 from lmlive.worker.exchange import Exchange
-from lmlive.worker.gate import Gate
+from lmlive.worker.gate import BreakerGate
 from lmlive.worker.heartbeat import Heartbeat, Listener
-from lmlive.worker.memory import WorkerMemory
+from lmlive.worker.memory import WorkerMemory, parked
 from lmlive.worker.transfers import Transfers
 from lmlive.worker.unsettled import Unsettled
+
+log = logging.getLogger("lmlive.worker")
 
 
 class Parts:
@@ -22,7 +26,8 @@ class Parts:
     Args:
         url: The server's.
         enrollment: What is registered.
-        memory: The worker's memory; closed by ``close``.
+        memory: The worker's memory; closed by ``close``, or parked where the server may still use it.
+        crew: For what takes long; closed by ``close``.
         unsettled: Told of every retrieve and every server.
         config: Patience.
         counters: Counted into.
@@ -34,6 +39,7 @@ class Parts:
         enrollment: Enrollment,
         memory: WorkerMemory,
         *,
+        crew: Crew,
         unsettled: Unsettled,
         config: WorkerConfig,
         counters: Counter[str],
@@ -41,6 +47,8 @@ class Parts:
         clock = MonotonicClock()
         context = zmq.Context()  # ended by the heartbeat thread, when both connections are closed
         self.memory = memory
+        self._crew = crew
+        self._instance_id = enrollment.instance_id
         self.heart = Heartbeat(
             context,
             url,
@@ -57,12 +65,20 @@ class Parts:
             heart=self.heart,
             unsettled=unsettled,
             config=config,
+            crew=crew,
             clock=clock,
             counters=counters,
         )
-        self.gate = Gate(self.heart.ping, self._answered_at, clock)
+        self.gate = BreakerGate(self.heart.ping, self._answered_at, clock)
         self.transfers = Transfers(
-            self.exchange, self.heart, self.gate, memory, clock=clock, strict=config.strict, counters=counters
+            self.exchange,
+            self.heart,
+            self.gate,
+            memory,
+            crew=crew,
+            clock=clock,
+            strict=config.strict,
+            counters=counters,
         )
         self._unsettled = unsettled
         unsettled.on_exit = self.exchange.server_exited
@@ -78,12 +94,21 @@ class Parts:
         """Wait for calls on their way; then stop the heartbeat, unregister, close."""
         await self.transfers.drain()
         await self.gate.close()
-        self.exchange.link.close()
-        released = await self.heart.close()
-        if released:
-            self._unsettled.settle_all(released)
+        await self.exchange.close()
+        self._crew.close()
+        parting = await self.heart.close()
+        if parting.released:
+            self._unsettled.settle_all(parting.released)
         self._unsettled.close()
-        self.memory.close()
+        if parting.pending and self.memory.handles:
+            parked.append(self.memory)
+            log.warning(
+                "release pending instance_id=%d: the server may still read or write this worker's KV memory, so it is "
+                "kept until this process ends",
+                self._instance_id,
+            )
+        else:
+            self.memory.close()
 
     def _answered_at(self) -> float:
         return max(self.heart.answered_at, self.exchange.link.answered_at)

@@ -6,34 +6,45 @@ immediate misses until the server answers quickly again. A server that went away
 """
 
 import asyncio
-import functools
+import contextlib
 import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import zmq
 
-from lmlive.cache.keys import chunk_keys
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
-from lmlive.errors import ForkedProcess, LMLiveError, NotOwner, ProtocolError, RequestTimeout, StaleEpoch, WorkerClosed
+from lmlive.errors import (
+    ForkedProcess,
+    InvalidArgument,
+    LMLiveError,
+    NotOwner,
+    ProtocolError,
+    RequestTimeout,
+    ServerUnavailable,
+    StaleEpoch,
+    WorkerClosed,
+)
 from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, Unregister, parse_reply
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.blocks import count_tokens
-from lmlive.worker.gate import Gate
+from lmlive.worker.crew import Crew
+from lmlive.worker.gate import BreakerGate
 from lmlive.worker.hello import ServerFacts, say_hello
 from lmlive.worker.identity import check_identity, check_lease, check_url
 from lmlive.worker.link import Link
-from lmlive.worker.order import ANY_CHUNK
 from lmlive.worker.outcome import in_words, retrieve_reason
+from lmlive.worker.outlast import outlast
+from lmlive.worker.prompt import Prompt
 from lmlive.worker.reply import Reply
 from lmlive.worker.results import LookupResult
 from lmlive.worker.slots import Slots
-from lmlive.worker.tether import Tether, open_tether, tether_path
+from lmlive.worker.tether import Tether
+from lmlive.worker.tying import Tying
 
 log = logging.getLogger("lmlive.worker")
 
@@ -75,9 +86,12 @@ class Scheduler:
         self._counters: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._link: Link | None = None
-        self._gate: Gate | None = None
+        self._gate: BreakerGate | None = None
         self._facts: ServerFacts | None = None
-        self._tether: Tether | None = None
+        self._crew = Crew(self._clock)
+        self._tying = Tying(
+            url, self._clock, secret=self._secret, instance_id=0, role=Role.SCHEDULER, on_tether=self._watch
+        )
         self._slots = Slots()
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
@@ -85,6 +99,7 @@ class Scheduler:
         self._refusal: LMLiveError | None = None
         self._background: set[asyncio.Future[Reply]] = set()
         self._entered = False
+        self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """Tell whether it has a server."""
@@ -117,31 +132,40 @@ class Scheduler:
             lease: Renews this one instead of making another.
         """
         link, gate = self._usable()
-        count_tokens(token_ids)
+        prompt = Prompt(token_ids, count_tokens(token_ids), adapter, salt)
         check_lease(lease)
-        facts = self._facts
-        size = ANY_CHUNK if facts is None else facts.chunk_tokens
-
-        @functools.cache
-        def keys(chunk_tokens: int) -> bytes:
-            return b"".join(chunk_keys(token_ids, chunk_tokens=chunk_tokens, adapter=adapter, salt=salt))
-
-        keys(size)  # wrong arguments are raised whatever the server's state
-        result = await self._lookup(link, gate, keys, lease)
+        deadline = self._clock.now() + self._config.lookup_timeout
+        try:
+            # Wrong arguments are raised whatever the state of the server.
+            await prompt.hash(self._facts, self._crew, start_by=deadline)
+            found = await self._lookup(link, gate, prompt, lease, deadline)
+        except InvalidArgument:
+            raise
+        except LMLiveError as error:
+            if isinstance(error, RequestTimeout) or "waited" in error.fields:
+                gate.trip()
+            found = LookupResult(0, None, retrieve_reason(error))
+            failure: LMLiveError | None = error
+        else:
+            failure = None
         self._counters["lookups"] += 1
-        self._counters[f"lookups_{result.reason}"] += 1
-        return result
+        self._counters[f"lookups_{found.reason}"] += 1
+        if failure is not None and self._config.strict:
+            raise failure
+        return found
 
     async def release(self, lease: str | None) -> bool:
-        """End a lease; False if it had ended, or if there is no server to tell (then it ends by itself)."""
-        link, _ = self._usable()
+        """End a lease; False if it had ended, or if no server answers within ``lookup_timeout`` (it ends by itself)."""
+        link, gate = self._usable()
         facts = self._facts
-        if check_lease(lease) is None or lease is None or facts is None:
+        if check_lease(lease) is None or lease is None or facts is None or not gate.passes():
             return False
         reply = await self._release(link, facts, lease)
         try:
             return parse_reply(Verb.RELEASE, reply.result()) is True
         except LMLiveError as error:
+            if isinstance(error, RequestTimeout) or "waited" in error.fields:
+                gate.trip()
             log.info("lease not released reason=%s", in_words(error))
             return False
 
@@ -152,7 +176,7 @@ class Scheduler:
         self._entered = True
         self._context = zmq.Context()
         self._link = Link(self._context, self._url, connect_timeout=self._config.connect_timeout, clock=self._clock)
-        self._gate = Gate(self._ping, self._answered_at, self._clock)
+        self._gate = BreakerGate(self._ping, self._answered_at, self._clock)
         try:
             self._link.open()
             self._keeper = asyncio.get_running_loop().create_task(self._keep())
@@ -174,9 +198,17 @@ class Scheduler:
         await self.close()
 
     async def close(self) -> None:
-        """End the leases and the connection; idempotent. A server that does not answer is not waited for."""
+        """End the leases and the connection; idempotent, and complete if cancelled.
+
+        A server that does not answer is not waited for.
+        """
         if os.getpid() != self._pid:
             return
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await outlast(self._closing)
+
+    async def _close(self) -> None:
         context, self._context = self._context, None
         if context is None:
             return
@@ -186,38 +218,41 @@ class Scheduler:
             await asyncio.wait({self._keeper})
         if self._link is not None and facts is not None and self._gate is not None and self._gate.passes():
             # Leases end with their owner, and while this process lives only its secret's end says that the owner left.
+            now = self._clock.now()
             await self._link.request(
                 Verb.UNREGISTER,
                 Unregister(self._secret).to_payload(),
-                deadline=self._clock.now() + _FAREWELL,
+                deadline=now + _FAREWELL,
                 connect_within=_FAREWELL,
+                deadline_ns=facts.deadline_ns(now + self._config.request_timeout),
             )
         if self._gate is not None:
             await self._gate.close()
-        self._drop_tether()
+        self._tying.drop()
         if self._link is not None:
             self._link.close()
-        await asyncio.to_thread(context.term)
+        await self._crew.run(context.term)
+        self._crew.close()
 
     # the call
 
-    async def _lookup(self, link: Link, gate: Gate, keys: Callable[[int], bytes], lease: str | None) -> LookupResult:
-        deadline = self._clock.now() + self._config.lookup_timeout
-        try:
-            for last in (False, True):
-                facts = self._facts
-                if facts is None or not gate.passes():
-                    return LookupResult(0, None, "unhealthy")
-                async with self._slots.one(facts.limits["in_flight"], deadline - self._clock.now()):
-                    reply = await self._ask(link, facts, keys(facts.chunk_tokens), lease, deadline)
-                if not isinstance(reply.error, StaleEpoch) or last:
-                    break
-                await self._meet_again(facts, deadline)
-            told = LookupReply.from_payload(reply.result())
-        except LMLiveError as error:
-            if isinstance(error, RequestTimeout):
-                gate.trip()
-            return LookupResult(0, None, retrieve_reason(error))
+    async def _lookup(
+        self, link: Link, gate: BreakerGate, prompt: Prompt, lease: str | None, deadline: float
+    ) -> LookupResult:
+        for last in (False, True):
+            facts = self._facts
+            if facts is None:
+                raise ServerUnavailable("no server answered yet, or it went away: it is looked for")
+            if not gate.passes():
+                raise ServerUnavailable("the server does not answer quickly: calls go out again once it does")
+            prompt.check_length(facts)
+            keys = await prompt.hash(facts, self._crew, start_by=deadline)
+            async with self._slots.one(facts.limits["in_flight"], deadline - self._clock.now()):
+                reply = await self._ask(link, facts, keys, lease, deadline)
+            if not isinstance(reply.error, StaleEpoch) or last:
+                break
+            await self._meet_again(facts, deadline)
+        told = LookupReply.from_payload(reply.result())
         return LookupResult(told.tokens, told.lease, told.reason)
 
     async def _ask(self, link: Link, facts: ServerFacts, keys: bytes, lease: str | None, deadline: float) -> Reply:
@@ -243,13 +278,14 @@ class Scheduler:
         )
 
     def _release(self, link: Link, facts: ServerFacts, lease: str) -> asyncio.Future[Reply]:
-        deadline = self._clock.now() + self._config.request_timeout
+        """Send a RELEASE; it is waited for as long as a lookup, and may still be done when nobody waits any more."""
+        now = self._clock.now()
         return link.request(
             Verb.RELEASE,
             Release(lease).to_payload(),
-            deadline=deadline,
-            connect_within=self._config.connect_timeout,
+            deadline=now + self._config.lookup_timeout,
             epoch=facts.epoch,
+            deadline_ns=facts.deadline_ns(now + self._config.request_timeout),
         )
 
     async def _ping(self) -> float:
@@ -264,7 +300,7 @@ class Scheduler:
     # the server
 
     async def _keep(self) -> None:
-        """Meet the server, and meet it again whenever it was lost."""
+        """Meet the server, and meet it again whenever it was lost; without a tether, look for one now and then."""
         while True:
             self._lost.clear()
             try:
@@ -276,8 +312,15 @@ class Scheduler:
                 log.info("no server for the scheduler url=%s reason=%s", self._url, in_words(error))
                 await asyncio.sleep(_AGAIN)
                 continue
+            except Exception:
+                log.exception("meeting the server failed url=%s", self._url)
+                await asyncio.sleep(_AGAIN)
+                continue
             self._met.set()
-            await self._lost.wait()
+            again = None if self._tying.tether is not None else self._config.heartbeat_interval
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(again):
+                    await self._lost.wait()
             await asyncio.sleep(_SPACING)
 
     async def _meet(self) -> None:
@@ -285,7 +328,7 @@ class Scheduler:
             return
         deadline = self._clock.now() + self._config.request_timeout
         facts = await say_hello(self._link, self._clock, role=Role.SCHEDULER, secret=self._secret, deadline=deadline)
-        await self._tie(facts, deadline)
+        await self._tying.offer(facts, [], self._clock.now() + self._config.request_timeout)
         self._facts = facts
         self._refusal = None
         self._counters["meetings"] += 1
@@ -301,19 +344,9 @@ class Scheduler:
         except TimeoutError:
             raise RequestTimeout("meeting the server again took longer than a lookup may") from None
 
-    async def _tie(self, facts: ServerFacts, deadline: float) -> None:
-        if self._tether is not None and not self._tether.lost and self._tether.epoch == facts.epoch:
-            return
-        self._drop_tether()
-        path = tether_path(self._url, facts.tether_path)
-        if path is None:
-            return
-        tether = await open_tether(path, epoch=facts.epoch, clock=self._clock, deadline=deadline)
-        if tether is None:
-            return
-        self._tether = tether
-        await tether.offer(secret=self._secret, instance_id=0, role=Role.SCHEDULER, fds=[], deadline=deadline)
-        tether.watch(on_lost=self._lost.set, on_exit=lambda: self._exited(facts.epoch))
+    def _watch(self, tether: Tether) -> None:
+        epoch = tether.epoch
+        tether.watch(on_lost=self._lost.set, on_exit=lambda: self._exited(epoch))
 
     def _exited(self, epoch: int) -> None:
         self._counters["server_exits"] += 1
@@ -323,15 +356,10 @@ class Scheduler:
             self._link.server_exited(epoch)
         self._lost.set()
 
-    def _drop_tether(self) -> None:
-        tether, self._tether = self._tether, None
-        if tether is not None:
-            tether.close()
-
     def _answered_at(self) -> float:
         return self._link.answered_at if self._link is not None else float("-inf")
 
-    def _usable(self) -> tuple[Link, Gate]:
+    def _usable(self) -> tuple[Link, BreakerGate]:
         self._check_process()
         if self._context is None or self._link is None or self._gate is None:
             raise WorkerClosed("this scheduler is not open: use it within 'async with'")

@@ -8,23 +8,17 @@ It belongs to the loop it was opened on: the heartbeat thread's for a worker, th
 """
 
 import asyncio
-import logging
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from lmlive.clock import Clock
-from lmlive.errors import InvalidPayload, LMLiveError, RequestTimeout, ServerUnavailable
+from lmlive.config.addresses import UNIX_PATH_BYTES
+from lmlive.errors import InvalidPayload, LMLiveError, RequestTimeout, ServerUnavailable, StaleEpoch
 from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, decode_answer
 from lmlive.protocol.verbs import Role
-from lmlive.worker.outcome import in_words
-
-log = logging.getLogger("lmlive.worker")
-
-PATH_BYTES: Final = 107
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -34,7 +28,7 @@ _AGAIN = 0.01
 def tether_path(url: str, told: str | None) -> str | None:
     """Give where a server's tether is: beside its ipc socket, or where its HELLO says; None if nowhere."""
     path = f"{url.removeprefix('ipc://')}.tether" if url.startswith("ipc://") else told
-    return path if path and len(os.fsencode(path)) <= PATH_BYTES else None
+    return path if path and len(os.fsencode(path)) <= UNIX_PATH_BYTES else None
 
 
 class Tether:
@@ -76,18 +70,30 @@ class Tether:
         if self.lost:
             self._loop.call_soon(on_lost)
 
-    async def offer(self, *, secret: bytes, instance_id: int, role: Role, fds: Sequence[int], deadline: float) -> None:
+    async def offer(
+        self, *, secret: bytes, instance_id: int, role: Role, fds: Sequence[int], deadline: float, patience: float
+    ) -> None:
         """Say who we are and send a table of descriptors, which the next REGISTER names.
+
+        Args:
+            secret: Says who we are, as the next two.
+            instance_id: The same.
+            role: The same.
+            fds: The table.
+            deadline: When to give it up.
+            patience: Seconds within which each receipt must come.
 
         Raises:
             NotOwner: The server refuses this user, or this secret.
+            ServerBusy: It has no room for more.
             TransportError: The tether ended, or the server does not answer.
         """
         for first in range(0, max(len(fds), 1), MAX_FDS):
             part = list(fds[first : first + MAX_FDS])
             packet = Offer(secret, instance_id, role, first, len(part)).encode()
-            await self._send(packet, part, deadline)
-            answer = decode_answer(await self._receive(deadline))
+            due = min(deadline, self._clock.now() + patience)
+            await self._send(packet, part, due)
+            answer = decode_answer(await self._receive(due))
             if isinstance(answer, LMLiveError):
                 raise answer
             if answer != Receipt(first + len(part)):
@@ -178,52 +184,50 @@ class Tether:
             self._waiter.set_result(None)
 
 
-async def open_tether(path: str, *, epoch: int, clock: Clock, deadline: float) -> Tether | None:
-    """Open a tether to the server of this epoch; None where there is none.
+async def open_tether(path: str, *, epoch: int, clock: Clock, deadline: float) -> Tether:
+    """Open a tether to the server of this epoch.
 
     Raises:
+        TransportError: Nobody listens there, or nobody greets.
+        StaleEpoch: Another server listens there.
         LMLiveError: The server refused; its own word.
     """
-    sock = await _connect(path, clock, deadline)
-    if sock is None:
-        return None
-    tether = Tether(sock, clock)
+    tether = Tether(await _connect(path, clock, deadline), clock)
     try:
         await tether.greet(deadline)
-    except (RequestTimeout, ServerUnavailable) as error:
-        log.info("no tether path=%s reason=%s", path, in_words(error))
-        tether.close()
-        return None
     except BaseException:
         tether.close()
         raise
     if tether.epoch != epoch:
-        log.warning("no tether path=%s reason=another server listens there", path)
         tether.close()
-        return None
+        raise StaleEpoch("another server listens there", epoch=tether.epoch)
     return tether
 
 
-async def _connect(path: str, clock: Clock, deadline: float) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    while True:
-        try:
-            sock.connect(path)
-            return sock
-        except BlockingIOError:  # its queue is full
-            if clock.now() >= deadline:
-                break
-        except OSError as error:
-            log.info("no tether path=%s reason=%s", path, in_words(error))
-            break
-        try:
-            await asyncio.sleep(_AGAIN)
-        except BaseException:
-            sock.close()
+async def _connect(path: str, clock: Clock, deadline: float) -> socket.socket:
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:  # no descriptor is left
+        raise ServerUnavailable(f"no socket to connect with: {error}") from error
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(path)
+            except BlockingIOError:  # its queue is full
+                if clock.now() >= deadline:
+                    raise RequestTimeout("the server does not take tethers") from None
+                await asyncio.sleep(_AGAIN)
+            else:
+                return sock
+    except OSError as error:
+        sock.close()
+        if isinstance(error, LMLiveError):
             raise
-    sock.close()
-    return None
+        raise ServerUnavailable(f"nobody listens there: {error.strerror}", path=path) from error
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _server_pidfd(sock: socket.socket) -> int:

@@ -2,27 +2,37 @@
 
 Every fault on the way is a result; with ``strict`` it is raised instead. A degraded call is counted and costs nothing.
 Cancelling is honoured at once as long as the blocks are untouched, else when the server's terminal answer is there, or
-when the deadline and its grace are over. Mirrored memory is copied in before a store is sent, and out before a retrieve
-returns.
+when the deadline and its grace are over; so is closing. Mirrored memory is copied in before a store is sent, and out
+before a retrieve returns.
 
-The loop that owns the worker; copies beyond a megabyte run in a thread of its executor.
+The loop that owns the worker; copies beyond a megabyte run in a thread of its crew.
 """
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from lmlive.clock import Clock
-from lmlive.errors import InternalError, LMLiveError, ProtocolError, RequestTimeout, ServerUnavailable
+from lmlive.errors import (
+    InternalError,
+    InvalidArgument,
+    LMLiveError,
+    ProtocolError,
+    RequestTimeout,
+    ServerUnavailable,
+    WorkerClosed,
+)
 from lmlive.protocol.messages import RetrieveReply, StoreReply
 from lmlive.worker.breaker import QUICK
-from lmlive.worker.exchange import Exchange, Flight, NothingToSend
-from lmlive.worker.gate import Gate
+from lmlive.worker.crew import Crew
+from lmlive.worker.exchange import GRACE, Exchange, Flight, NothingToSend
+from lmlive.worker.gate import BreakerGate
 from lmlive.worker.heartbeat import Heartbeat
 from lmlive.worker.memory import WorkerMemory
-from lmlive.worker.order import ANY_CHUNK, Order
+from lmlive.worker.order import Order
 from lmlive.worker.outcome import retrieve_reason, store_reason
 from lmlive.worker.results import RetrieveResult, Settled, StoreResult
 
@@ -44,6 +54,7 @@ class Transfers:
         heart: Knows whether the server answers.
         gate: Knows whether it answers quickly.
         memory: The worker's memory.
+        crew: Copies and hashes what takes long.
         clock: For deadlines.
         strict: Raise what a result would say.
         counters: Counted into.
@@ -53,9 +64,10 @@ class Transfers:
         self,
         exchange: Exchange,
         heart: Heartbeat,
-        gate: Gate,
+        gate: BreakerGate,
         memory: WorkerMemory,
         *,
+        crew: Crew,
         clock: Clock,
         strict: bool,
         counters: Counter[str],
@@ -64,15 +76,17 @@ class Transfers:
         self._heart = heart
         self._gate = gate
         self._memory = memory
+        self._crew = crew
         self._clock = clock
         self._strict = strict
         self._counters = counters
-        self._flights: set[asyncio.Task[Any]] = set()
+        self._flights: dict[asyncio.Task[Any], Flight] = {}
+        self._closing = False
         self._copying = asyncio.Lock()
 
     async def store(self, order: Order) -> StoreResult:
         """Store what an order names."""
-        self._check(order)
+        await self._check(order)
         result, error = await self._fly(lambda flight: self._store(order, flight))
         self._count("stores", result.reason)
         if error is not None and self._strict:
@@ -81,23 +95,32 @@ class Transfers:
 
     async def retrieve(self, order: Order) -> RetrieveResult:
         """Retrieve what an order names."""
-        self._check(order)
+        await self._check(order)
         result, error = await self._fly(lambda flight: self._retrieve(order, flight))
         self._count("retrieves", result.reason)
         if error is not None and self._strict:
-            error.fields.setdefault("result", result)
-            raise error
+            # A copy, because one failure (of a REGISTER, say) may be that of several calls.
+            raise type(error)(error.message, **{**error.fields, "result": result}) from error
         return result
 
     async def drain(self) -> None:
-        """Wait for every call that is on its way, by the rule of cancelling."""
+        """End every call that is on its way, by the rule of cancelling; begin none any more."""
+        self._closing = True
+        await asyncio.sleep(0)  # a call that has not begun would have no result
+        for task, flight in self._flights.items():
+            if not flight.touching:
+                task.cancel()
         while self._flights:
             await asyncio.wait(self._flights)
 
-    def _check(self, order: Order) -> None:
+    async def _check(self, order: Order) -> None:
         """Have wrong tokens and texts raised at once, whatever the state of the server."""
-        facts = self._heart.view.facts
-        order.keys(ANY_CHUNK if facts is None else facts.chunk_tokens)
+        try:
+            await order.prompt.hash(self._heart.view.facts, self._crew, start_by=order.deadline)
+        except InvalidArgument:
+            raise
+        except LMLiveError:
+            return  # it is met again on the way, and is a result there
 
     def _count(self, verb: str, reason: str) -> None:
         self._counters[verb] += 1
@@ -106,8 +129,8 @@ class Transfers:
     async def _fly(self, operation: Callable[[Flight], Coroutine[Any, Any, T]]) -> T:
         flight = Flight()
         task = asyncio.get_running_loop().create_task(operation(flight))
-        self._flights.add(task)
-        task.add_done_callback(self._flights.discard)
+        self._flights[task] = flight
+        task.add_done_callback(self._flights.pop)
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
@@ -128,10 +151,14 @@ class Transfers:
             self._check_health()
             self._check_speed(self._gate.passes())
             await self._copy(self._memory.copy_in, order, flight, end=order.blocks.tokens, by=order.deadline)
-            outcome = await self._exchange.run(order, flight)
-            told = StoreReply.from_payload(outcome.reply.result())
+            self._check_health()  # copying may have taken a while
+            answer = await self._exchange.run(order, flight)
+            told = StoreReply.from_payload(answer.reply.result())
         except NothingToSend:
             return StoreResult(0, 0, "partial_chunk"), None
+        except asyncio.CancelledError:
+            failure = self._closed(flight)
+            return StoreResult(0, 0, store_reason(failure)), failure
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine's step goes on
             failure = self._blame(error)
             return StoreResult(0, 0, store_reason(failure)), failure
@@ -143,13 +170,16 @@ class Transfers:
         chunk_tokens = DEFAULT_CHUNK if facts is None else facts.chunk_tokens
         try:
             self._check_health()
-            self._check_speed(await self._gate.passes_fresh())
-            outcome = await self._exchange.run(order, flight)
-            chunk_tokens = outcome.facts.chunk_tokens
-            told = _check_loaded(outcome.reply.result(), blocks.whole_tokens(chunk_tokens))
-            await self._copy(self._memory.copy_out, order, flight, end=told.tokens, by=float("inf"))
+            self._check_speed(await self._gate.passes_fresh(order.deadline - self._clock.now()))
+            answer = await self._exchange.run(order, flight)
+            chunk_tokens = answer.facts.chunk_tokens
+            told = _check_loaded(answer.reply.result(), blocks.whole_tokens(chunk_tokens))
+            await self._copy(self._memory.copy_out, order, flight, end=told.tokens, by=order.deadline + GRACE)
         except NothingToSend:
             return RetrieveResult(0, [], "miss", Settled(done=True)), None
+        except asyncio.CancelledError:
+            failure = self._closed(flight)
+            return RetrieveResult(0, blocks.asked(chunk_tokens), "unhealthy", Settled(done=True)), failure
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine's step goes on
             failure = self._blame(error)
             settled = Settled(done=True) if flight.doubt is None else flight.doubt.settled
@@ -168,7 +198,15 @@ class Transfers:
         log.error("transfer failed", exc_info=error)
         return InternalError("the transfer failed on this side, see the log", type=type(error).__name__)
 
+    def _closed(self, flight: Flight) -> LMLiveError:
+        """Tell a call that was ended by closing why; one that its caller cancelled is not told anything."""
+        if flight.cancelled or not self._closing:
+            raise asyncio.CancelledError
+        return WorkerClosed("closed before anything was sent")
+
     def _check_health(self) -> None:
+        if self._closing:
+            raise WorkerClosed("this worker is being closed")
         if not self._heart.healthy:
             raise ServerUnavailable("the server does not answer PINGs: the heartbeat goes on trying")
 
@@ -186,17 +224,31 @@ class Transfers:
             return
         spans = order.blocks.span(order.blocks.skip_tokens, end)
         share = max(len(ids) / shape.num_blocks for ids, shape in zip(spans, order.blocks.shapes, strict=True))
+        await self._take_turn(by)
         flight.touching = True
         try:
-            async with self._copying:
-                if self._memory.mirrored_bytes * share <= INLINE_BYTES:
-                    complete = copy(spans)
-                else:
-                    complete = await asyncio.to_thread(copy, spans, lambda: self._clock.now() < by)
+            if self._memory.mirrored_bytes * share <= INLINE_BYTES:
+                complete = copy(spans)
+            else:
+                work = functools.partial(copy, spans, lambda: self._clock.now() < by)
+                complete = await self._crew.run(work, start_by=by)
         finally:
             flight.touching = False
+            self._copying.release()
         if not complete:
-            raise RequestTimeout("the deadline passed before the blocks were copied: nothing was sent")
+            raise RequestTimeout("the deadline passed before the blocks were copied")
+
+    async def _take_turn(self, by: float) -> None:
+        """Wait until nobody else copies; nothing is touched meanwhile.
+
+        Raises:
+            RequestTimeout: It was not our turn in time.
+        """
+        try:
+            async with asyncio.timeout(max(0.0, by - self._clock.now())):
+                await self._copying.acquire()
+        except TimeoutError:
+            raise RequestTimeout("the deadline passed while other calls copied: nothing was copied") from None
 
 
 def _check_loaded(payload: list[object], most: int) -> RetrieveReply:

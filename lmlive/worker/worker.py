@@ -5,6 +5,7 @@ other: the engine's loop with its data connection, the heartbeat thread with the
 """
 
 import asyncio
+import functools
 import logging
 import os
 import secrets
@@ -20,11 +21,14 @@ from lmlive.config import WorkerConfig
 from lmlive.errors import ForkedProcess, LMLiveError, WorkerClosed
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import Blocks, Shape, check_blocks, check_deadline, count_tokens
-from lmlive.worker.enrollment import Enrollment
+from lmlive.worker.crew import Crew
+from lmlive.worker.enrollment import Enrollment, check_layout
 from lmlive.worker.identity import check_caches, check_identity, check_lease, check_url
 from lmlive.worker.memory import WorkerMemory, prepare
 from lmlive.worker.order import Order
+from lmlive.worker.outlast import outlast
 from lmlive.worker.parts import Parts
+from lmlive.worker.prompt import Prompt
 from lmlive.worker.results import BlockId, RetrieveResult, StoreResult
 from lmlive.worker.unsettled import Unsettled
 
@@ -40,8 +44,11 @@ class Worker:
 
     **Lifecycle**: ``async with``, once. Entering registers, for up to ``request_timeout``; without a server it enters
     all the same, unhealthy, and registers when the server appears. ``InvalidLayout``, ``VersionError``, ``NotOwner``
-    and a refused uid raise. ``close`` waits for calls on their way, stops the heartbeat, unregisters, closes. Memory
-    that the server may still write into is named by ``unsettled_blocks``, also after ``close``.
+    and a refused uid raise; so does ``ConfigError`` where the config says ``mode="server_driven"`` and the server
+    cannot map this worker's memory (with "auto" that is liveness only, and one warning). ``close`` waits for calls on
+    their way, stops the heartbeat, unregisters, closes. Memory that the server may still write into is named by
+    ``unsettled_blocks``, also after ``close``; where the server says that its release is pending, it is kept alive
+    until this process ends.
 
     **Concurrency**: the event loop that entered it owns it. ``instance_id``, ``generation``, ``healthy``,
     ``unsettled_blocks`` and ``stats`` may be read from any thread. A forked child gets ``ForkedProcess``.
@@ -56,7 +63,8 @@ class Worker:
         format: What shapes cannot show: attention backend, packing, engine version.
         rank: Which part of the model this process has.
         world_size: How many parts there are.
-        config: Patience, and how KV travels.
+        config: Patience, and how KV travels. Its ``device`` "host" is what "auto" comes to in this build: memory of any
+            other kind raises ``InvalidLayout``.
     """
 
     def __init__(
@@ -92,7 +100,10 @@ class Worker:
             revision=revision,
             rank=rank,
             world_size=world_size,
+            mode=self._config.mode,
+            strategy=self._config.strategy,
         )
+        self._crew = Crew(self._clock)
         self._counters: Counter[str] = Counter()
         self._unsettled = Unsettled()
         self._shapes: tuple[Shape, ...] = ()
@@ -157,7 +168,7 @@ class Worker:
         """Store the whole chunks of a prompt whose KV is in these blocks.
 
         Args:
-            token_ids: The prompt.
+            token_ids: The prompt; it must stay as it is until the call returns, as the blocks must.
             block_ids: Ids of its blocks, from token 0; or one such list for each KV group. Between floor and ceil of
                 tokens / block_tokens.
             skip_tokens: Blocks before this token are not read; a multiple of block_tokens.
@@ -166,7 +177,8 @@ class Worker:
             deadline: Seconds of ``time.monotonic()``; ``request_timeout`` from now if None.
         """
         parts, blocks, end = self._begin(token_ids, block_ids, skip_tokens, deadline)
-        order = Order(verb=Verb.STORE, token_ids=token_ids, blocks=blocks, adapter=adapter, salt=salt, deadline=end)
+        prompt = Prompt(token_ids, blocks.tokens, adapter, salt)
+        order = Order(verb=Verb.STORE, prompt=prompt, blocks=blocks, deadline=end)
         return await parts.transfers.store(order)
 
     async def retrieve(
@@ -196,15 +208,8 @@ class Worker:
         """
         parts, blocks, end = self._begin(token_ids, block_ids, skip_tokens, deadline)
         blocks.check_written_once()
-        order = Order(
-            verb=Verb.RETRIEVE,
-            token_ids=token_ids,
-            blocks=blocks,
-            adapter=adapter,
-            salt=salt,
-            lease=check_lease(lease),
-            deadline=end,
-        )
+        prompt = Prompt(token_ids, blocks.tokens, adapter, salt)
+        order = Order(verb=Verb.RETRIEVE, prompt=prompt, blocks=blocks, lease=check_lease(lease), deadline=end)
         return await parts.transfers.retrieve(order)
 
     async def ping(self) -> bool:
@@ -247,20 +252,13 @@ class Worker:
         self._open = False
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
-        cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():
-            try:
-                await asyncio.wait({self._closing})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        self._closing.result()
+        await outlast(self._closing)
 
     async def _enter(self) -> LMLiveError | None:
         memory = WorkerMemory()
         if any(self._kv_caches):
             layout = KVLayout.from_tensors(self._kv_caches, **self._layout_arguments)
+            check_layout(layout)
             memory = await self._prepare(layout)
             self._shapes = tuple(Shape(group.block_tokens, group.num_blocks) for group in layout.groups)
             self._enrollment = self._enrollment.with_memory(layout, memory)
@@ -269,6 +267,7 @@ class Worker:
                 self._url,
                 self._enrollment,
                 memory,
+                crew=self._crew,
                 unsettled=self._unsettled,
                 config=self._config,
                 counters=self._counters,
@@ -280,7 +279,8 @@ class Worker:
 
     async def _prepare(self, layout: KVLayout) -> WorkerMemory:
         """Make the memory shareable off the loop; what was made for a caller who gave up is closed."""
-        preparing = asyncio.get_running_loop().create_task(asyncio.to_thread(prepare, self._kv_caches, layout))
+        work = functools.partial(prepare, self._kv_caches, layout)
+        preparing = asyncio.get_running_loop().create_task(self._crew.run(work))
         try:
             return await asyncio.shield(preparing)
         except asyncio.CancelledError:
@@ -289,6 +289,7 @@ class Worker:
 
     async def _close(self) -> None:
         if self._parts is None:
+            self._crew.close()
             return
         await self._parts.close()
         self._kv_caches = []  # nobody who keeps a closed worker keeps its cache

@@ -70,6 +70,9 @@ def test_keys_are_what_the_rule_says(token_ids: list[int], chunk_tokens: int, ad
     assert keys == by_the_book(token_ids, chunk_tokens, adapter, salt)
     assert keys == chunk_keys(tuple(token_ids), chunk_tokens=chunk_tokens, adapter=adapter, salt=salt)
     assert split_keys(b"".join(keys)) == keys
+    assert split_keys(b"") == []
+    zeros = [b"k" * 31 + b"\0", bytes(32)]
+    assert split_keys(b"".join(zeros)) == zeros
 
 
 @given(st.lists(st.integers(0, 100), min_size=8, max_size=8), st.integers(0, 7))

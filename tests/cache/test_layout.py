@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlive.cache.layout import Group, KVLayout, Plane
+from lmlive.cache.layout import MAX_GROUPS, MAX_PLANES, Group, KVLayout, Plane
 from lmlive.errors import InvalidLayout
+from lmlive.protocol import parts as wire
 
 Array = npt.NDArray[Any]
 
@@ -181,7 +182,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_caches": {"kv": np.zeros((2, 8), object)}}, "kv", "dtype"),
     ({"kv_caches": {"kv": np.zeros((2, 8), [("a", "f4")])}}, "kv", "dtype"),
     ({"kv_caches": {"kv": np.zeros((2, 8)), "w": np.zeros((3, 8))}}, "w", "num_blocks"),
+    ({"kv_caches": [{"kv": np.zeros((2, 8))}] * 65}, "", "groups"),
+    ({"kv_caches": {"kv": np.zeros((4097, 2, 8))}, "block_axis": 1}, "kv", "planes"),
+    ({"kv_caches": [{"kv": np.zeros((4096, 2, 8))}, {"w": np.zeros((1, 2, 8))}], "block_axis": 1}, "w", "planes"),
 ]
+
+
+def test_the_most_that_the_wire_takes() -> None:
+    tensors = {"kv": np.zeros((4095, 2, 1)), "w": np.zeros((1, 2, 1))}
+    assert len(KVLayout.from_tensors(tensors, block_tokens=16, block_axis=1).groups[0].planes) == MAX_PLANES
+    assert len(KVLayout.from_tensors([{"kv": np.zeros((2, 8))}] * 64, block_tokens=16).groups) == MAX_GROUPS
+    assert (wire.MAX_GROUPS, wire.MAX_PLANES) == (MAX_GROUPS, MAX_PLANES)
 
 
 @pytest.mark.parametrize(("settings", "tensor", "field"), REFUSED)

@@ -18,7 +18,7 @@ def planes_of(layout: KVLayout) -> tuple[Plane, ...]:
 def test_the_server_makes_the_same_layout() -> None:
     tensors = {"a": np.zeros((10, 16, 1, 4), np.float32), "b": np.zeros((2, 10, 16, 4), np.float16)}
     ours = KVLayout.from_tensors(tensors, block_tokens=16, block_axis={"a": 0, "b": 1}, format="x")
-    described = msgpack.unpackb(msgpack.packb(ours.wire_groups([(1, 640), (0, 0)])))
+    described = msgpack.unpackb(msgpack.packb(ours.wire_groups([(1, 640, 256), (0, 0, 128), (0, 1280, 128)])))
     theirs = KVLayout.from_wire(described, kv_dtype=ours.kv_dtype, format="x", handle_bytes=[2560, 3200])
     assert theirs.layout_key == ours.layout_key
     assert [(plane.handle, plane.offset, plane.stride, plane.run) for plane in theirs.groups[0].planes] == [

@@ -3,9 +3,10 @@ from itertools import count
 import pytest
 
 from lmlive.cache.arena import Arena
+from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable, Share
-from lmlive.cache.store import Chunk, ChunkStore, Reservation
+from lmlive.cache.store import ChunkStore
 from lmlive.errors import ServerBusy
 
 KEYS = [b"a", b"b", b"c"]
@@ -19,17 +20,22 @@ def space(rank: int, layout: bytes = b"layout") -> Namespace:
 class House:
     """A store with three chunks for each of two ranks, and a table with numbers for tokens."""
 
-    def __init__(self, *, max_per_owner: int = 10) -> None:
+    def __init__(self, *, max_per_owner: int = 10, pass_pins: int = 1000) -> None:
         self.store = ChunkStore(Arena(6400))
         self.chunks = {rank: self.put(space(rank)) for rank in (0, 1)}
         numbers = count(1)
         self.leases = LeaseTable(
-            self.store, seconds=60.0, token=lambda: str(next(numbers)), max_per_owner=max_per_owner
+            self.store,
+            seconds=60.0,
+            token=lambda: str(next(numbers)),
+            max_per_owner=max_per_owner,
+            pass_pins=pass_pins,
         )
 
-    def put(self, namespace: Namespace) -> tuple[Chunk, ...]:
-        reservations = [self.store.reserve(namespace, key, 64, 1) for key in KEYS]
-        return tuple(self.store.commit([one for one in reservations if isinstance(one, Reservation)]))
+    def put(self, namespace: Namespace) -> Chunks:
+        reservation = self.store.claim(namespace, KEYS, 64, 1).reservation
+        assert reservation is not None
+        return self.store.commit(reservation)
 
     def share(self, rank: int, length: int = 3) -> Share:
         return {space(rank): self.chunks[rank][:length]}
@@ -42,9 +48,8 @@ class House:
         chunks = self.leases.use(lease, space(rank), keys, now)
         if chunks is None:
             return None
-        assert all(chunk.pins for chunk in chunks)
         self.store.give_back(chunks)
-        return [chunk.key for chunk in chunks]
+        return keys[: chunks.size]
 
 
 @pytest.fixture
@@ -122,29 +127,81 @@ def test_a_share_holds_each_layout_and_is_used_as_one(house: House) -> None:
 
 def test_a_lease_ends_at_its_deadline(house: House) -> None:
     first, second = house.open(0.0), house.open(1.0)
-    assert house.leases.expire(59.9) == 0
-    assert house.leases.expire(60.0) == 1
+    assert not house.leases.sweep(59.9)
+    assert len(house.leases) == 2
+    assert not house.leases.sweep(60.0)
+    assert len(house.leases) == 1
     assert house.use(first, 0, 60.0) is None
     assert house.use(second, 0, 60.0) == KEYS
-    assert house.leases.expire(1000.0) == 1
+    assert not house.leases.sweep(1000.0)
     assert house.store.leased_chunks == 0
 
 
 def test_an_expired_lease_is_ended_whether_swept_or_not(house: House) -> None:
     lease = house.open(0.0)
     assert house.use(lease, 0, 60.0) is None
-    assert len(house.leases) == 0
-    lease = house.open(0.0)
     assert not house.leases.end(lease, 60.0)
-    lease = house.open(0.0)
     assert not house.leases.renew(lease, 60.0)
+    assert house.store.leased_chunks == 6
+    assert not house.leases.sweep(60.0)
+    assert (house.store.leased_chunks, len(house.leases)) == (0, 0)
+
+
+def test_a_sweep_gives_back_so_many_pins_and_says_whether_more_are_left() -> None:
+    house = House(pass_pins=1)
+    first, second, kept = house.open(0.0), house.open(0.0), house.open(1.0)
+    assert house.leases.sweep(60.0)
+    assert not house.leases.end(first, 60.0)
+    assert len(house.leases) == 3  # a rank's share at a time
+    assert house.leases.sweep(60.0)
+    assert (len(house.leases), house.store.leased_chunks) == (2, 6)
+    assert house.use(second, 1, 60.0) is None
+    passes = 1
+    while house.leases.sweep(60.0):
+        passes += 1
+    assert passes == 2
+    assert house.use(kept, 0, 60.0) == KEYS
+    assert house.leases.end(kept, 60.0)
     assert house.store.leased_chunks == 0
+
+
+def test_the_end_of_an_owner_costs_nothing_and_its_leases_end_at_once() -> None:
+    house = House(pass_pins=1)
+    leases = [house.open() for _ in range(10)]
+    assert house.leases.holds(OWNER)
+    assert house.leases.end_owner(OWNER) == 10
+    assert not house.leases.holds(OWNER)
+    assert house.store.leased_chunks == 6
+    assert not any(house.leases.end(lease, 0.0) for lease in leases)
+    assert house.use(leases[3], 0) is None
+    assert not house.leases.renew(leases[4], 0.0)
+    again = house.open()  # the same secret, as if it were another
+    passes = 1
+    while house.leases.sweep(0.0):
+        passes += 1
+    assert passes == 20
+    assert house.use(again, 0) == KEYS
+    assert house.leases.end_owner(OWNER) == 1
+    assert not house.leases.sweep(0.0)
+    assert house.store.leased_chunks == 0
+
+
+def test_a_pass_counts_leases_too() -> None:
+    house = House(max_per_owner=100)
+    for _ in range(40):
+        house.open()
+    house.leases.end_owner(OWNER)
+    passes = 1
+    while house.leases.sweep(0.0):
+        passes += 1
+    assert passes == 3  # 40 leases of 64 + 6, a little over 1000 a pass
 
 
 def test_renewing_moves_the_deadline(house: House) -> None:
     first, second = house.open(0.0), house.open(1.0)
     assert house.leases.renew(first, 30.0)
-    assert house.leases.expire(61.0) == 1
+    assert not house.leases.sweep(61.0)
+    assert len(house.leases) == 1
     assert house.leases.end(first, 61.0)
     assert not house.leases.renew(second, 61.0)
     assert not house.leases.renew("unknown", 0.0)

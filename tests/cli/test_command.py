@@ -2,6 +2,8 @@ import asyncio
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from lmlive.config import ServerConfig
 from lmlive.errors import RequestTimeout, ServerDraining, VersionError
 from lmlive.protocol.codec import Header, encode_reply
 from lmlive.protocol.verbs import Verb
+from lmlive.server.rundir import Lock
 from lmlive.server.server import LivenessServer
 from tests.cli.fake_router import EPOCH, HEALTHY, answering, fake_router, refusing, with_changes
 
@@ -106,7 +109,83 @@ def test_a_server_that_is_not_well_is_status_4(
 def test_nobody_there(run_dir: Path, capsys: Output) -> None:
     url = f"ipc://{run_dir}/router.sock"
     assert main(["ping", "--url", url, "--timeout", "0.05"]) == 1
-    assert capsys.readouterr() == ("", f"lmlive: no server at {url}: start one with: lmlive serve --bind {url}\n")
+    assert capsys.readouterr() == (
+        "",
+        f"lmlive: no server at {url}: start one with: lmlive serve --run-dir {run_dir}\n",
+    )
+
+
+@pytest.mark.parametrize("url", ["ipc://{run_dir}/other.sock", "tcp://127.0.0.1:9"])
+def test_nobody_at_an_address_of_ones_own(url: str, run_dir: Path, capsys: Output) -> None:
+    url = url.format(run_dir=run_dir)
+    assert main(["ping", "--url", url, "--timeout", "0.05"]) == 1
+    assert capsys.readouterr().err == f"lmlive: no server at {url}: start one with: lmlive serve --bind {url}\n"
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and return when it is stopped."""
+    process.send_signal(signal.SIGSTOP)
+    assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT) is not None
+
+
+def test_a_stopped_server_is_named(run_dir: Path, capsys: Output) -> None:
+    command = [sys.executable, "-m", "lmlive.cli", "serve", "--run-dir", str(run_dir), "--pool-bytes", "1MiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("lmlive ready")
+            url = f"ipc://{run_dir}/router.sock"
+            stop(process)
+            assert main(["ping", "--url", url, "--timeout", "0.1"]) == 1
+            assert capsys.readouterr().err == (
+                f"lmlive: no answer from {url}: process {process.pid} holds this run dir and does not answer: "
+                f"continue it (kill -CONT {process.pid}) or end it\n"
+            )
+        finally:
+            process.kill()
+    assert main(["ping", "--url", url, "--timeout", "0.05"]) == 1
+    assert f"no server at {url}: start one with" in capsys.readouterr().err
+
+
+def test_a_server_that_runs_and_takes_no_connection_is_named(run_dir: Path, capsys: Output) -> None:
+    path = run_dir / "router.sock"
+    lock = Lock(path.with_name("router.sock.lock"), "the socket")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        assert main(["ping", "--url", f"ipc://{path}", "--timeout", "0.05"]) == 1
+    lock.close()
+    expected = f"process {os.getpid()} holds this run dir and does not answer: see its log, or end it\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "1\n", "4194305\n", "٣"])
+def test_a_lock_that_nobody_holds_names_nobody(content: str, run_dir: Path, capsys: Output) -> None:
+    (run_dir / "router.sock.lock").write_text(content)
+    assert main(["ping", "--url", f"ipc://{run_dir}/router.sock", "--timeout", "0.05"]) == 1
+    assert "start one with" in capsys.readouterr().err
+
+
+def test_a_server_that_stops_before_it_answers_is_named(run_dir: Path, capsys: Output) -> None:
+    url = f"ipc://{run_dir}/router.sock"
+    hold = (
+        "import sys; from pathlib import Path; from lmlive.server.rundir import Lock\n"
+        "lock = Lock(Path(sys.argv[1]), 'it'); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, f"{run_dir}/router.sock.lock"]
+    with (
+        fake_router(run_dir, lambda _: None),
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()
+        stop(process)
+        assert main(["ping", "--url", url, "--timeout", "0.2"]) == 1
+        process.kill()
+    assert capsys.readouterr().err == (
+        f"lmlive: the server at {url} did not answer HELLO within 0.2 s: process {process.pid} is stopped: "
+        f"continue it (kill -CONT {process.pid}) or end it\n"
+    )
 
 
 def test_a_socket_without_a_server_is_told_apart(run_dir: Path, capsys: Output) -> None:
@@ -182,13 +261,42 @@ def test_replies_to_others_and_noise_are_passed_over(run_dir: Path) -> None:
 )
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: Output) -> None:
     assert usage_error(*arguments) == 2
-    assert capsys.readouterr().err
+    assert re.fullmatch(r"lmlive: [^\n]+; see lmlive.* --help\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("url", ["nonsense", "http://localhost:80", "tcp://host", "ipc://" + "x" * 200, "ipc://\udc80"])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["reap", "abc"], "INSTANCE_ID: instance_id is 'abc' but must be a decimal number from 0 to 2**64 - 1"),
+        (
+            ["reap", "1", "--generation", "x"],
+            "--generation: generation is 'x' but must be a decimal number from 0 to 2**64 - 1",
+        ),
+        (
+            ["ping", "--timeout", "0"],
+            "--timeout: timeout is '0' but must be a number of seconds above 0, at most a day",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_like_a_servers_flag(arguments: list[str], line: str, capsys: Output) -> None:
+    assert usage_error(*arguments) == 2
+    assert capsys.readouterr().err == f"lmlive: {line}; see lmlive {arguments[0]} --help\n"
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "http://localhost:80", "tcp://host", "ipc://" + "x" * 200, "ipc://\udc80"]
+)
 def test_an_address_of_another_form_is_wrong_usage(url: str, capsys: Output) -> None:
     assert main(["ping", "--url", url]) == 2
-    assert "give ipc:///path or tcp://host:port" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("lmlive: --url: ")
+    assert "give ipc:///path or tcp://host:port" in err
+
+
+def test_a_wrong_address_is_blamed_on_what_gave_it(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMLIVE_URL", "nonsense")
+    assert main(["ping"]) == 2
+    assert capsys.readouterr().err.startswith("lmlive: LMLIVE_URL: 'nonsense' is no address of a server")
 
 
 @pytest.mark.parametrize("command", ["top", "events", "doctor", "bench"])
@@ -216,7 +324,16 @@ def test_the_address_comes_from_the_flag_the_environment_or_the_run_dir(
 def test_a_run_dir_that_cannot_be_is_wrong_usage(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMLIVE_RUN_DIR", "/" + "x" * 200)
     assert usage_error("ping") == 2
-    assert "--url" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("lmlive: LMLIVE_RUN_DIR: run_dir is ")
+    assert "--url" in err
+    monkeypatch.delenv("LMLIVE_RUN_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "x" * 200)
+    assert usage_error("ping") == 2
+    assert capsys.readouterr().err.startswith("lmlive: XDG_RUNTIME_DIR: run_dir is ")
+    monkeypatch.setenv("LMLIVE_ALLOW_SHORT_TIMEOUTS", "perhaps")
+    assert usage_error("ping") == 2
+    assert capsys.readouterr().err.startswith("lmlive: LMLIVE_ALLOW_SHORT_TIMEOUTS is 'perhaps' but ")
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -237,6 +354,16 @@ def test_serve_takes_the_servers_flags() -> None:
     assert run.returncode == 2
     assert "--pool-bytes" in run.stderr
     assert "many" in run.stderr
+
+
+def test_a_json_log_is_json_from_its_first_line() -> None:
+    command = [sys.executable, "-m", "lmlive.cli", "serve", "--log-format", "json", "--pool-bytes", "4000TiB"]
+    environment = {**os.environ, "LMLIVE_FOO": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (run.returncode, run.stdout) == (1, "")
+    first, *_, last = [json.loads(line) for line in run.stderr.splitlines()]
+    assert "unknown variable LMLIVE_FOO is ignored" in str(first)
+    assert re.search(r"pool_bytes: a pool of 4000\.0 TiB is over 80 % of the .* available \(at most ", str(last))
 
 
 def test_whoever_stops_reading_ends_it_quietly(run_dir: Path) -> None:

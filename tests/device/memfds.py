@@ -1,12 +1,16 @@
 """Memory files for the device tests, and what the kernel says of this process's mappings."""
 
+import contextlib
 import os
+import socket
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lmlive.device import syscalls
-from lmlive.device.backend import Bytes, FdSource, GroupPlace, PlanePlace
+from lmlive.device.backend import BlockIds, Bytes, Chunk, FdSource, GroupPlace, MayContinue, PlanePlace
 from lmlive.device.context import CacheContext
 from lmlive.device.host import HostBackend
 
@@ -59,6 +63,20 @@ class Asked:
         return True
 
 
+def lingering_socket() -> tuple[int, socket.socket]:
+    """Give a TCP socket whose last close waits for ten minutes, by its descriptor, and its far end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    near.setblocking(False)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("2i", 1, 600))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            near.send(bytes(1 << 16))
+    return near.detach(), far
+
+
 def mappings_of(name: str) -> list[str]:
     """Give the lines of our memory map that name a memfd."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:{name}" in line]
@@ -73,3 +91,19 @@ def open_fds() -> list[str]:
         except OSError:  # the listing's own
             continue
     return sorted(found)
+
+
+def gather(context: CacheContext, blocks: Sequence[BlockIds], out: Bytes, may_continue: MayContinue) -> bool:
+    """Copy one chunk out; tell whether it is complete."""
+    return context.gather_chunks([Chunk(blocks, out)], may_continue) == 1
+
+
+def scatter(
+    context: CacheContext,
+    blocks: Sequence[BlockIds],
+    source: Bytes,
+    may_continue: MayContinue,
+    skip: Sequence[int] = (),
+) -> bool:
+    """Copy one chunk in; tell whether it is complete."""
+    return context.scatter_chunks([Chunk(blocks, source, skip)], may_continue) == 1

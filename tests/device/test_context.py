@@ -1,6 +1,6 @@
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,20 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlive.cache.layout import KVLayout
+from lmlive.device import host
 from lmlive.device.backend import Bytes, Chunk, FdSource, GroupPlace, Mapping, Placement, PlanePlace
 from lmlive.device.context import CacheContext
 from lmlive.device.host import HostBackend
+from lmlive.device.host_copy import MappedPlane
 from lmlive.device.memory import find, shared_empty
 from lmlive.errors import HandleCloseError, InternalError, InvalidBlocks, InvalidHandle
 from tests.device.memfds import (
     UID,
     Asked,
     always,
+    gather,
     mappings_of,
     one_plane,
     open_context,
     open_fds,
     random_bytes,
+    scatter,
     sealed_source,
 )
 
@@ -73,20 +77,23 @@ def open_tensor(tensor: npt.NDArray[np.int64], axis: int) -> tuple[CacheContext,
     return CacheContext.open(HostBackend(), [FdSource(os.dup(shared.fd), shared.nbytes, UID)], groups), layout
 
 
-@given(cases(), st.integers(0, 3))
-@settings(max_examples=150)
-def test_what_was_gathered_scatters_back(case: Case, skip: int) -> None:
+@given(cases(), st.integers(0, 3), st.booleans())
+@settings(max_examples=300)
+def test_what_was_gathered_scatters_back(case: Case, skip: int, mapped: bool) -> None:
     tensor, axis, blocks = case
-    context, layout = open_tensor(tensor, axis)
+    with pytest.MonkeyPatch.context() as patch:
+        if not mapped:
+            patch.setattr(host, "inspect_fd", lambda fd, nbytes: False)
+        context, layout = open_tensor(tensor, axis)
     before = tensor.copy()
     chunk = np.zeros(len(blocks) * layout.groups[0].block_bytes, np.uint8)
-    assert context.gather_chunk([blocks], chunk, always)
+    assert gather(context, [blocks], chunk, always)
     # Plane after plane, block after block: the axes before the block axis, row-major, then the blocks.
     expected = np.take(before, blocks, axis=axis)
     assert chunk.tobytes() == expected.tobytes()
     skip = min(skip, len(blocks))
     tensor[:] = -1
-    assert context.scatter_chunk([blocks], chunk, always, [skip])
+    assert scatter(context, [blocks], chunk, always, [skip])
     restored = np.full_like(before, -1)
     index = (slice(None),) * axis + (blocks[skip:],)
     restored[index] = before[index]
@@ -99,7 +106,7 @@ def test_memory_around_a_plane_is_left_alone() -> None:
     source = sealed_source(content)
     memory = os.dup(source.fd)
     context = CacheContext.open(HostBackend(), [source], one_plane(4, 64, offset=128, stride=256))
-    assert context.scatter_chunk([[3, 1]], np.zeros(128, np.uint8), always)
+    assert scatter(context, [[3, 1]], np.zeros(128, np.uint8), always)
     content[128 + 256 : 128 + 256 + 64] = 0
     content[128 + 768 : 128 + 768 + 64] = 0
     assert os.pread(memory, 4096, 0) == content.tobytes()
@@ -117,7 +124,7 @@ def test_groups_and_planes_follow_each_other_in_a_chunk() -> None:
     assert context.mapped_bytes == 2 << 16
     assert context.device == "host"
     out = np.zeros(2 * 64 + 2 * 32 + 128, np.uint8)
-    assert context.gather_chunk([[5, 0], [2]], out, always)
+    assert gather(context, [[5, 0], [2]], out, always)
     parts = [content[320:384], content[:64], content[512 + 160 : 512 + 192], content[512:544], content[4352:4480]]
     assert out.tobytes() == np.concatenate(parts).tobytes()
     context.close()
@@ -128,10 +135,10 @@ def test_a_block_outside_the_layout_is_never_touched(blocks: list[int]) -> None:
     context = open_context(random_bytes(4096), one_plane(8, 64))
     memory = np.zeros(64 * len(blocks), np.uint8)
     with pytest.raises(InvalidBlocks):
-        context.gather_chunk([blocks], memory, always)
+        gather(context, [blocks], memory, always)
     with pytest.raises(InvalidBlocks):
-        context.scatter_chunk([blocks], memory, always)
-    assert context.scatter_chunk([blocks], memory, always, [len(blocks)])
+        scatter(context, [blocks], memory, always)
+    assert scatter(context, [blocks], memory, always, [len(blocks)])
     context.close()
 
 
@@ -140,10 +147,10 @@ def test_an_early_end_is_asked_for_before_each_slice_and_reported() -> None:
     context = open_context(np.ones(6 * run, np.uint8), one_plane(6, run))
     answers = iter([True, True, False])
     out = np.zeros(6 * run, np.uint8)
-    assert not context.gather_chunk([range(6)], out, lambda: next(answers))
+    assert not gather(context, [range(6)], out, lambda: next(answers))
     assert out[: 4 * run].all()
     assert not out[4 * run :].any()
-    assert not context.gather_chunk([range(6)], out, lambda: False)
+    assert not gather(context, [range(6)], out, lambda: False)
     context.close()
 
 
@@ -152,7 +159,7 @@ def test_small_planes_share_a_slice() -> None:
     places = tuple(PlanePlace(0, plane * run * blocks, run, run) for plane in range(4))
     context = open_context(np.ones(32 << 20, np.uint8), [GroupPlace(blocks, places)])
     asked = Asked()
-    assert context.gather_chunk([[1, 2, 3, 4]], np.zeros(16 << 20, np.uint8), asked)
+    assert gather(context, [[1, 2, 3, 4]], np.zeros(16 << 20, np.uint8), asked)
     assert len(asked.calls) == 2
     context.close()
 
@@ -163,12 +170,12 @@ def test_a_run_longer_than_a_slice_is_copied_in_pieces() -> None:
     context = open_context(content, one_plane(2, run))
     asked = Asked()
     out = np.zeros(run, np.uint8)
-    assert context.gather_chunk([[1]], out, asked)
+    assert gather(context, [[1]], out, asked)
     assert (out == content[run:]).all()
     assert len(asked.calls) == 3
-    assert context.scatter_chunk([[0]], out, always)
+    assert scatter(context, [[0]], out, always)
     again = np.zeros(run, np.uint8)
-    assert context.gather_chunk([[0]], again, always)
+    assert gather(context, [[0]], again, always)
     assert (again == out).all()
     context.close()
 
@@ -195,9 +202,9 @@ def test_close_runs_once_and_nothing_is_copied_after_it() -> None:
     assert context.mapped_bytes == 0
     assert open_fds() == fds
     assert mappings_of("lmlive-test") == []
-    for copy in (context.gather_chunk, context.scatter_chunk):
+    for copy in (gather, scatter):
         with pytest.raises(InternalError, match="closed"):
-            copy([[0]], np.zeros(512, np.uint8), always)
+            copy(context, [[0]], np.zeros(512, np.uint8), always)
     with pytest.raises(InternalError, match="closed"):
         context.gather_chunks([], always)
 
@@ -209,7 +216,9 @@ def test_a_view_that_somebody_kept_does_not_keep_the_mapping() -> None:
     context = CacheContext(backend, [mapping], one_plane(8, 512))
     context.close()
     assert mappings_of("lmlive-test") == []
-    assert placement.rows[0].planes[0].rows.shape == (8, 64)
+    plane = placement.rows[0].planes[0]
+    assert isinstance(plane, MappedPlane)
+    assert plane.rows.shape == (8, 64)
 
 
 def test_a_context_is_not_closed_under_a_copy() -> None:
@@ -222,7 +231,7 @@ def test_a_context_is_not_closed_under_a_copy() -> None:
 
     copied: list[bool] = []
     out = np.zeros(512, np.uint8)
-    thread = threading.Thread(target=lambda: copied.append(context.gather_chunk([[1]], out, wait)))
+    thread = threading.Thread(target=lambda: copied.append(gather(context, [[1]], out, wait)))
     thread.start()
     assert begun.wait(10)
     with pytest.raises(InternalError, match="under a copy"):
@@ -288,11 +297,27 @@ def test_two_threads_copy_at_once() -> None:
     context = open_context(content, one_plane(64, 1 << 16))
     blocks = np.random.default_rng(1).permutation(64)
     outs: Sequence[Bytes] = [np.zeros(1 << 22, np.uint8) for _ in range(2)]
-    threads = [threading.Thread(target=context.gather_chunk, args=([blocks], out, always)) for out in outs]
+    threads = [threading.Thread(target=gather, args=(context, [blocks], out, always)) for out in outs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for out in outs:
         assert (out.reshape(64, -1) == content.reshape(64, -1)[blocks]).all()
+    context.close()
+
+
+def test_chunks_are_taken_as_their_turn_comes() -> None:
+    context = open_context(random_bytes(4096), one_plane(8, 512))
+    arena = np.zeros(4096, np.uint8)
+    taken = []
+
+    def each() -> Iterator[Chunk]:
+        for number in range(8):
+            taken.append(number)
+            yield Chunk([[number]], arena[number * 512 : (number + 1) * 512])
+
+    answers = iter([True] * 3 + [False])
+    assert context.gather_chunks(each(), lambda: next(answers)) == 3
+    assert taken == [0, 1, 2, 3]
     context.close()

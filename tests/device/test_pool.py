@@ -68,7 +68,9 @@ def test_a_pool_is_a_sealed_memfd_and_goes_without_a_trace() -> None:
     fds = open_fds()
     memory = PoolMemory(3 * MIB + 4096)
     assert memory.view.nbytes == memory.nbytes == 3 * MIB + 4096
-    assert syscalls.seals_of(memory.fd) & syscalls.F_SEAL_SHRINK
+    seals = syscalls.seals_of(memory.fd)
+    assert seals is not None
+    assert seals & syscalls.F_SEAL_SHRINK
     assert len(mappings_of("lmlive-pool")) == 1
     memory.view[-1] = 7
     assert os.pread(memory.fd, 1, memory.nbytes - 1) == b"\x07"
@@ -119,12 +121,32 @@ def test_a_close_from_another_thread_ends_populate() -> None:
 def test_a_pool_over_four_fifths_is_refused_before_anything_is_made() -> None:
     fds = open_fds()
     PoolMemory(8 * MIB, available=10 * MIB).close()
-    with pytest.raises(StartError, match="smaller pool_bytes") as caught:
+    with pytest.raises(StartError) as caught:
         PoolMemory(8 * MIB + 1, available=10 * MIB)
+    assert caught.value.message == (
+        "pool_bytes: a pool of 8.1 MiB is over 80 % of the 10.0 MiB available (at most 8.0 MiB): set a smaller one"
+    )
     assert caught.value.fields == {"asked": 8 * MIB + 1, "available": 10 * MIB, "rule": pool.RULE}
     with pytest.raises(StartError):
         PoolMemory(1 << 50)
     assert open_fds() == fds
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "left", "asked"),
+    [
+        (0, "0 B", "0 B"),
+        (1023, "1023 B", "1023 B"),
+        (1536, "1.5 KiB", "1.5 KiB"),
+        ((1 << 30) - 1, "1023.9 MiB", "1024.0 MiB"),
+        (21 << 30, "21.0 GiB", "21.0 GiB"),
+        ((21 << 30) + 1, "21.0 GiB", "21.1 GiB"),
+        (3000 << 40, "3000.0 TiB", "3000.0 TiB"),
+    ],
+)
+def test_sizes_for_people_are_rounded_to_the_safe_side(nbytes: int, left: str, asked: str) -> None:
+    assert pool._left(nbytes) == left
+    assert pool._asked(nbytes) == asked
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
@@ -140,6 +162,7 @@ def test_memory_that_runs_out_is_a_failed_start(number: int, monkeypatch: pytest
     monkeypatch.setattr(os, "posix_fallocate", run_out)
     with pytest.raises(StartError) as caught:
         memory.populate()
+    assert caught.value.message == "pool_bytes: memory ran out after 64.0 MiB of 130.0 MiB: set a smaller one"
     assert caught.value.fields["available"] == 64 * MIB
     assert caught.value.fields["asked"] == 130 * MIB
     memory.close()
@@ -151,7 +174,7 @@ def test_a_mapping_that_is_refused_is_a_failed_start(monkeypatch: pytest.MonkeyP
 
     fds = open_fds()
     monkeypatch.setattr(syscalls, "map_shared", refuse)
-    with pytest.raises(StartError, match="Cannot allocate memory"):
+    with pytest.raises(StartError, match=r"pool_bytes: a pool of 1\.0 MiB cannot be had .*Cannot allocate memory"):
         PoolMemory(MIB)
     assert open_fds() == fds
 

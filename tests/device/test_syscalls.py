@@ -1,10 +1,12 @@
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from lmlive.device import syscalls
-from tests.device.memfds import open_fds
+from tests.device.memfds import lingering_socket, open_fds
 
 PAGE = syscalls.PAGE_BYTES
 
@@ -97,3 +99,52 @@ def test_steps_cover_a_range_once() -> None:
     step = syscalls.STEP_BYTES
     assert list(syscalls.steps(0, 2 * step + 5)) == [(0, step), (step, 2 * step), (2 * step, 2 * step + 5)]
     assert list(syscalls.steps(7, 7)) == []
+
+
+def test_only_memory_has_seals() -> None:
+    fds = open_fds()
+    memory = syscalls.make_memfd("lmlive-test", PAGE)
+    plain = os.memfd_create("lmlive-test")
+    pipe = os.pipe()
+    assert syscalls.seals_of(memory) == syscalls.F_SEAL_SEAL | syscalls.F_SEAL_SHRINK | syscalls.F_SEAL_GROW
+    assert syscalls.seals_of(plain) == syscalls.F_SEAL_SEAL
+    with pytest.raises(OSError, match="Invalid argument"):
+        syscalls.seals_of(pipe[0])
+    for fd in (memory, plain, *pipe):
+        syscalls.close_foreign(fd)
+    assert open_fds() == fds
+
+
+def test_a_file_opened_again_has_flags_of_its_own() -> None:
+    fd = os.memfd_create("lmlive-test")
+    os.write(fd, b"first")
+    again = syscalls.reopen(fd)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    assert os.pwrite(again, b"F", 0) == 1
+    assert os.pread(fd, 9, 0) == b"First"
+    os.close(again)
+    syscalls.close_foreign(fd)
+
+
+def test_closing_what_is_closed_already_is_no_error() -> None:
+    syscalls.close_foreign(-1)
+    syscalls.close_foreign(99999)
+
+
+def test_closing_a_socket_that_lingers_does_not_wait_for_its_far_end() -> None:
+    fd, far = lingering_socket()
+    thread = threading.Thread(target=syscalls.close_foreign, args=(fd,), daemon=True)
+    thread.start()
+    thread.join(5)
+    waits = thread.is_alive()
+    far.close()
+    thread.join(5)
+    assert not waits
+
+
+def test_the_address_space_holds_all_mappings() -> None:
+    fd = syscalls.make_memfd("lmlive-test", PAGE)
+    address = syscalls.map_shared(fd, PAGE)
+    assert address < syscalls.address_space()
+    syscalls.unmap(address, PAGE)
+    os.close(fd)

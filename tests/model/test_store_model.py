@@ -5,20 +5,24 @@ nothing taken overlaps, every byte is accounted for, what is seen is exactly wha
 was evicted was neither pinned nor used more recently than anything that stayed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmlive.cache.arena import Arena, Extent
+from lmlive.cache.arena import Arena
+from lmlive.cache.claims import Refused, Reservation
+from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable
-from lmlive.cache.store import Chunk, ChunkStore, Refused, Reservation
+from lmlive.cache.store import HIGH_WATER, LOW_WATER, ChunkStore
 
 SECONDS = 10.0
+THIN_FROM = 4
 RANKS = (0, 1)
 MODELS = ("m", "n")
 SIZES = {
@@ -42,12 +46,11 @@ picks = st.integers(0, 1000)
 class Known:
     """What the model knows of one committed chunk."""
 
-    def __init__(self, chunk: Chunk, used: int) -> None:
+    def __init__(self, chunk: int, extent: tuple[int, int]) -> None:
         self.chunk = chunk
-        self.extent = chunk.extent
-        self.used = used
+        self.extent = extent
+        self.used = 0
         self.borrowed = 0
-        self.seen = True
 
 
 class Promise:
@@ -69,12 +72,14 @@ class StoreMachine(RuleBasedStateMachine):
     store_type: type[ChunkStore] = ChunkStore
     leases_type: type[LeaseTable] = LeaseTable
 
-    @initialize(units=st.integers(4, 24))
-    def start(self, units: int) -> None:
+    @initialize(units=st.integers(4, 24), pass_chunks=st.integers(1, 8), pass_pins=st.integers(1, 8))
+    def start(self, units: int, pass_chunks: int, pass_pins: int) -> None:
         self.arena = self.arena_type(units * 64)
-        self.store = self.store_type(self.arena)
+        self.store = self.store_type(self.arena, pass_chunks=pass_chunks, thin_from=THIN_FROM)
         tokens = count(1)
-        self.leases = self.leases_type(self.store, seconds=SECONDS, token=lambda: str(next(tokens)))
+        self.leases = self.leases_type(
+            self.store, seconds=SECONDS, token=lambda: str(next(tokens)), pass_pins=pass_pins
+        )
         self.now = 0.0
         self.uses = 0
         self.known: dict[tuple[Namespace, bytes], Known] = {}  # what can be seen
@@ -108,11 +113,17 @@ class StoreMachine(RuleBasedStateMachine):
             found.append(known)
         return found
 
-    def taken(self) -> list[Extent]:
-        chunks = [known.extent for known in (*self.known.values(), *self.unseen)]
-        return chunks + [one.extent for one in (*self.writing, *self.held_back)]
+    def extents(self, reservation: Reservation) -> list[tuple[int, int]]:
+        offsets = self.store.offsets(reservation.chunks).tolist()
+        return [(offset, SIZES[reservation.home.namespace]) for offset in offsets]
 
-    def forget_unpinned(self) -> None:
+    def taken(self) -> list[tuple[int, int]]:
+        chunks = [known.extent for known in (*self.known.values(), *self.unseen)]
+        return chunks + [extent for one in (*self.writing, *self.held_back) for extent in self.extents(one)]
+
+    def unpinned(self, chunks: Iterable[Known]) -> None:
+        """The end of a pin is a use, of what others can still see."""
+        self.use([known for known in chunks if known not in self.unseen and not self.pins(known)])
         self.unseen = [known for known in self.unseen if self.pins(known)]
 
     def give_up(self, reservations: list[Reservation]) -> None:
@@ -121,104 +132,157 @@ class StoreMachine(RuleBasedStateMachine):
             if reservation in self.copying:
                 self.held_back.append(reservation)
 
-    def end_promises(self, over: Callable[[Promise], bool]) -> int:
-        ended = [lease for lease, promise in self.promises.items() if over(promise)]
-        for lease in ended:
-            del self.promises[lease]
-        self.forget_unpinned()
-        return len(ended)
+    def end_promise(self, lease: str) -> None:
+        for share in self.promises.pop(lease).shares.values():
+            for chunks in share.values():
+                self.unpinned(chunks)
+
+    def end_promises(self, over: Callable[[Promise], bool]) -> None:
+        """What ended is unusable at once, and a sweep after the other gives its pins back."""
+        for lease in [lease for lease, promise in self.promises.items() if over(promise)]:
+            assert not self.leases.renew(lease, self.now)
+            assert not self.leases.end(lease, self.now)
+            self.end_promise(lease)
+        while self.leases.sweep(self.now):
+            assert len(self.leases) >= len(self.promises)
+
+    def evicted(self) -> list[Known]:
+        """Forget what the store has evicted, which must have been the least recently used."""
+        there = {space: set(self.seen(space)) for space in SPACES}
+        gone = [self.known.pop(at) for at in list(self.known) if at[1] not in there[at[0]]]
+        self.lost += len(gone)
+        assert self.store.evictions == self.lost
+        assert not any(self.pins(known) for known in gone), "a pinned chunk was evicted"
+        stayed = [known.used for known in self.known.values() if not self.pins(known)]
+        assert max((known.used for known in gone), default=0) < min(stayed, default=self.uses + 1), "not the LRU"
+        return gone
+
+    lost = 0
+
+    def seen(self, space: Namespace) -> list[bytes]:
+        return [key for key in KEYS if self.store.held(space, [key]).size]
 
     def some_writing(self, pick: int) -> list[Reservation]:
         return [one for at, one in enumerate(self.writing) if pick >> at & 1]
 
     # Writing
 
-    @rule(space=spaces, length=lengths, owner=owners)
-    def store_prefix(self, space: Namespace, length: int, owner: int) -> None:
-        for key in KEYS[:length]:
-            self.reserve(space, key, owner)
-        self._commit([one for one in self.writing if one.namespace == space and one not in self.copying])
+    @rule(
+        space=spaces,
+        length=lengths,
+        owner=owners,
+        first=st.sampled_from([0, 0, 0, 1, 3]),
+        commit=st.sampled_from([True, True, False]),
+    )
+    def claim(self, space: Namespace, length: int, owner: int, first: int, commit: bool) -> None:
+        self._claim(space, KEYS[:length], owner, first, commit=commit)
 
     @rule(space=spaces, key=st.sampled_from(KEYS), owner=owners)
-    def reserve_one(self, space: Namespace, key: bytes, owner: int) -> None:
-        self.reserve(space, key, owner)
+    def claim_one(self, space: Namespace, key: bytes, owner: int) -> None:
+        self._claim(space, [key], owner, 0, commit=False)
 
-    def reserve(self, space: Namespace, key: bytes, owner: int) -> None:
+    def _claim(self, space: Namespace, keys: list[bytes], owner: int, first: int, *, commit: bool) -> None:
+        busy = {key for one in self.writing if one.home.namespace == space for key in one.keys}
+        absent = [at for at, key in enumerate(keys) if (space, key) not in self.known and key not in busy]
+        gap = bool(absent) and absent[0] < first
         refusals = self.store.refusals
-        taken = self.store.reserve(space, key, SIZES[space], owner)
-        lost = [at for at in self.known if self.store.find(*at) is None]
-        assert self.store.evictions == getattr(self, "evicted", 0) + len(lost)
-        self.evicted = self.store.evictions
-        gone = [self.known.pop(at) for at in lost]
-        assert not any(self.pins(known) for known in gone), "a pinned chunk was evicted"
-        if gone:
-            stayed = [known.used for known in self.known.values() if not self.pins(known)]
-            assert max(known.used for known in gone) < min(stayed, default=self.uses + 1), "not the least recently used"
-        if (space, key) in self.known:
-            assert taken is Refused.HELD
-        elif any((one.namespace, one.key) == (space, key) for one in self.writing):
-            assert taken is Refused.IN_PROGRESS
-        elif isinstance(taken, Reservation):
-            assert (taken.namespace, taken.key, taken.owner) == (space, key, owner)
-            assert taken.extent.nbytes == SIZES[space]
-            self.writing.append(taken)
-        else:
-            assert taken is Refused.NO_SPACE
+        head = absent[0] if absent else len(keys)
+        before = [self.known[space, key] for key in keys[:head] if (space, key) in self.known]
+        for known in before:
+            known.borrowed += 1
+        if absent and not gap:
+            self.use([self.known[space, key] for key in keys if (space, key) in self.known])
+        claimed = self.store.claim(space, keys, SIZES[space], owner, first=first)
+        gone = self.evicted()
+        assert not gap or not gone
+        got = claimed.indices.size
+        end = absent[got] if got < len(absent) else len(keys)
+        held = [self.known[space, key] for key in keys[:end] if (space, key) in self.known]
+        assert claimed.held.tolist() == [known.chunk for known in held]
+        for known in held[len(before) :]:
+            known.borrowed += 1
+        assert claimed.indices.tolist() == absent[:got]
+        assert (claimed.reservation is None) == (got == 0)
+        if claimed.reservation is not None:
+            assert claimed.reservation.keys == [keys[at] for at in absent[:got]]
+            assert claimed.reservation.owner == owner
+            self.writing.append(claimed.reservation)
+        if gap:
+            assert (claimed.refused, got) == (Refused.GAP, 0)
+        elif got < len(absent):
+            assert claimed.refused is Refused.NO_SPACE
             assert self.store.refusals == refusals + 1
-            evictable = sum(
-                self.arena.size_of(known.extent.nbytes) for known in self.known.values() if not self.pins(known)
-            )
-            used = sum(self.arena.size_of(extent.nbytes) for extent in self.taken())
-            spans = sorted((start, start + self.arena.size_of(size)) for start, size in self.taken())
-            edges = [0, *(edge for span in spans for edge in span), self.arena.nbytes]
-            widest = max(edges[at + 1] - edges[at] for at in range(0, len(edges), 2))
-            needed = self.arena.size_of(SIZES[space])
-            assert widest < needed, "refused, with room for it"
-            assert not evictable or self.arena.nbytes - used + evictable < needed, "refused, with more to evict"
+            self._check_full(space)
+        else:
+            assert claimed.refused is (Refused.IN_PROGRESS if busy.intersection(keys) else None)
+            assert self.store.refusals == refusals
+        if commit and claimed.reservation is not None:
+            self._commit(claimed.reservation)
+        if held:
+            self.loads.append(held)
+
+    def _check_full(self, space: Namespace) -> None:
+        """There is neither room for one more chunk, nor could there be."""
+        held = [known for known in self.known.values() if not self.pins(known)]
+        evictable = sum(self.arena.size_of(known.extent[1]) for known in held)
+        used = sum(self.arena.size_of(size) for _, size in self.taken())
+        spans = sorted((start, start + self.arena.size_of(size)) for start, size in self.taken())
+        edges = [0, *(edge for span in spans for edge in span), self.arena.nbytes]
+        widest = max(edges[at + 1] - edges[at] for at in range(0, len(edges), 2))
+        needed = self.arena.size_of(SIZES[space])
+        assert widest < needed, "refused, with room for it"
+        # What this claim has pinned beyond its end was evictable for it.
+        assert not evictable or self.arena.nbytes - used + evictable < needed, "refused, with more to evict"
 
     @rule(pick=picks)
     def copy(self, pick: int) -> None:
-        chosen = self.some_writing(pick)
-        self.store.copy_started(chosen)
-        self.copying += [one for one in chosen if one not in self.copying]
+        for one in self.some_writing(pick):
+            self.store.copy_started(one)
+            if one not in self.copying:
+                self.copying.append(one)
 
     @precondition(lambda self: self.copying)
     @rule(pick=picks, then_commit=st.booleans())
     def copied(self, pick: int, then_commit: bool) -> None:
         one = self.copying.pop(pick % len(self.copying))
-        self.store.copy_ended([one])
+        self.store.copy_ended(one)
         if one in self.held_back:
             self.held_back.remove(one)
         if then_commit:
-            self._commit([one])
+            self._commit(one)
 
     @rule(pick=picks)
     def commit(self, pick: int) -> None:
-        self._commit([one for one in self.some_writing(pick) if one not in self.copying])
+        for one in self.some_writing(pick):
+            if one not in self.copying:
+                self._commit(one)
 
-    def _commit(self, reservations: list[Reservation]) -> None:
-        published = self.store.commit(reservations)
-        expected = [one for one in reservations if one in self.writing]
-        assert [(chunk.namespace, chunk.key, chunk.extent) for chunk in published] == [
-            (one.namespace, one.key, one.extent) for one in expected
+    def _commit(self, reservation: Reservation) -> None:
+        published = self.store.commit(reservation)
+        if reservation not in self.writing:
+            assert not published.size
+            return
+        assert published.tolist() == reservation.chunks.tolist()
+        fresh = [
+            Known(chunk, extent) for chunk, extent in zip(published.tolist(), self.extents(reservation), strict=True)
         ]
-        fresh = [Known(chunk, 0) for chunk in published]
         self.use(fresh)
-        for one, known in zip(expected, fresh, strict=True):
-            self.writing.remove(one)
-            self.known[one.namespace, one.key] = known
+        self.writing.remove(reservation)
+        for key, known in zip(reservation.keys, fresh, strict=True):
+            self.known[reservation.home.namespace, key] = known
 
     @rule(pick=picks)
     def abort(self, pick: int) -> None:
         chosen = self.some_writing(pick)
-        assert self.store.abort(chosen) == len(chosen)
-        assert self.store.abort(chosen) == 0
+        for one in chosen:
+            assert self.store.abort(one) == len(one.keys)
+            assert self.store.abort(one) == 0
         self.give_up(chosen)
 
     @rule(owner=owners)
     def owner_dies(self, owner: int) -> None:
         owned = [one for one in self.writing if one.owner == owner]
-        assert self.store.abort_owner(owner) == len(owned)
+        assert self.store.abort_owner(owner) == sum(len(one.keys) for one in owned)
         self.give_up(owned)
 
     # Reading
@@ -227,24 +291,29 @@ class StoreMachine(RuleBasedStateMachine):
     def load(self, space: Namespace, length: int) -> None:
         chunks = self.store.held(space, KEYS[:length])
         expected = self.prefix(space, length)
-        assert chunks == [known.chunk for known in expected]
-        assert self.store.prefix(space, KEYS[:length]) == len(expected)
+        assert chunks.tolist() == [known.chunk for known in expected]
+        assert self.store.matching(chunks, KEYS) == len(expected)
         self.store.borrow(chunks)
-        self.store.touch(chunks)
-        self.use(expected)
         for known in expected:
             known.borrowed += 1
         if expected:
             self.loads.append(expected)
 
+    @rule(space=spaces, length=lengths)
+    def touch(self, space: Namespace, length: int) -> None:
+        self.store.touch(self.store.held(space, KEYS[:length]))
+        self.use(self.prefix(space, length))
+
     @precondition(lambda self: self.loads)
     @rule(pick=picks)
     def loaded(self, pick: int) -> None:
-        chunks = self.loads.pop(pick % len(self.loads))
-        self.store.give_back([known.chunk for known in chunks])
+        self._loaded(self.loads.pop(pick % len(self.loads)))
+
+    def _loaded(self, chunks: list[Known]) -> None:
+        self.store.give_back(array(chunks))
         for known in chunks:
             known.borrowed -= 1
-        self.forget_unpinned()
+        self.unpinned(chunks)
 
     # Leases
 
@@ -260,11 +329,8 @@ class StoreMachine(RuleBasedStateMachine):
         return {rank: share for rank, share in found.items() if share}
 
     @staticmethod
-    def _real(shares: dict[int, dict[Namespace, list[Known]]]) -> dict[int, dict[Namespace, tuple[Chunk, ...]]]:
-        return {
-            rank: {space: tuple(known.chunk for known in chunks) for space, chunks in share.items()}
-            for rank, share in shares.items()
-        }
+    def _real(shares: dict[int, dict[Namespace, list[Known]]]) -> dict[int, dict[Namespace, Chunks]]:
+        return {rank: {space: array(chunks) for space, chunks in share.items()} for rank, share in shares.items()}
 
     @rule(scheduler=schedulers, model=st.sampled_from(MODELS), length=lengths)
     def look_up(self, scheduler: bytes, model: str, length: int) -> None:
@@ -282,23 +348,20 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = self.leases.use(lease, space, KEYS[:length], self.now)
         share = promise.shares.get(space.rank, {})
         expected = share.get(space, [])[:length]
-        if promise.until <= self.now:
-            expected = []
-            del self.promises[lease]
-            self.forget_unpinned()
-        if not expected:
+        if promise.until <= self.now or not expected:
             assert chunks is None
             return
         assert chunks is not None
-        assert list(chunks) == [known.chunk for known in expected]
+        assert chunks.tolist() == [known.chunk for known in expected]
         for known in expected:
             known.borrowed += 1
         self.loads.append(expected)
         assert self.leases.use(lease, space, KEYS[:length], self.now) is None, "a share was used twice"
         del promise.shares[space.rank]
+        for leased in share.values():
+            self.unpinned(leased)
         if not promise.shares:
             del self.promises[lease]
-        self.forget_unpinned()
 
     @precondition(lambda self: self.promises)
     @rule(pick=picks, model=st.sampled_from(MODELS), length=lengths, again=st.booleans())
@@ -308,42 +371,70 @@ class StoreMachine(RuleBasedStateMachine):
         shares = self._shares(model, length) if again else {}
         renewed = self.leases.renew(lease, self.now, self._real(shares) or None)
         assert renewed == (promise.until > self.now)
-        if renewed:
-            promise.until = self.now + SECONDS
-            promise.shares.update({rank: share for rank, share in shares.items() if rank in promise.shares})
-        else:
-            del self.promises[lease]
-        self.forget_unpinned()
+        if not renewed:
+            return
+        promise.until = self.now + SECONDS
+        # Leases end by their deadlines, the next to end first.
+        self.promises[lease] = self.promises.pop(lease)
+        for rank, share in shares.items():
+            if rank in promise.shares:
+                before, promise.shares[rank] = promise.shares[rank], share
+                for chunks in before.values():
+                    self.unpinned(chunks)
 
     @precondition(lambda self: self.promises)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         lease = sorted(self.promises)[pick % len(self.promises)]
-        assert self.leases.end(lease, self.now) == (self.promises.pop(lease).until > self.now)
+        released = self.leases.end(lease, self.now)
+        assert released == (self.promises[lease].until > self.now)
         assert not self.leases.end(lease, self.now)
-        self.forget_unpinned()
+        if released:
+            self.end_promise(lease)
 
     @rule(scheduler=schedulers)
     def scheduler_dies(self, scheduler: bytes) -> None:
-        ended = self.leases.end_owner(scheduler)
-        assert ended == self.end_promises(lambda promise: promise.scheduler == scheduler)
+        held = [promise for promise in self.promises.values() if promise.scheduler == scheduler]
+        assert self.leases.end_owner(scheduler) == len(held)
+        self.end_promises(lambda promise: promise in held)
+        self.end_promises(lambda promise: promise.until <= self.now)
 
     @rule(seconds=st.sampled_from([1.0, 4.0, SECONDS]), sweep=st.booleans())
     def time_passes(self, seconds: float, sweep: bool) -> None:
         self.now += seconds
         if sweep:
-            ended = self.leases.expire(self.now)
-            assert ended == self.end_promises(lambda promise: promise.until <= self.now)
+            self.end_promises(lambda promise: promise.until <= self.now)
 
     # Leaving
 
-    @rule(model=st.sampled_from([None, *MODELS]))
-    def clear(self, model: str | None) -> None:
+    @rule(model=st.sampled_from([None, *MODELS]), meanwhile=st.booleans())
+    def clear(self, model: str | None, meanwhile: bool) -> None:
         cleared = [at for at in self.known if model in (None, at[0].model)]
         assert self.store.clear(model) == len(cleared)
+        assert not any(self.seen(space) for space in SPACES if model in (None, space.model))
         self.unseen += [self.known.pop(at) for at in cleared]
-        self.forget_unpinned()
-        self.give_up([one for one in self.writing if model in (None, one.namespace.model)])
+        self.unseen = [known for known in self.unseen if self.pins(known)]
+        self.give_up([one for one in self.writing if model in (None, one.home.namespace.model)])
+        if meanwhile and self.loads:
+            self._loaded(self.loads.pop())
+        self.sweep()
+
+    @rule()
+    def sweep(self) -> None:
+        """What is left to do is done pass by pass."""
+        evictions, used = self.store.evictions, self.store.used_bytes
+        wanted = sum(self.arena.size_of(size) for _, size in self.taken())
+        low, high = (int(mark * self.store.nbytes) for mark in (LOW_WATER, HIGH_WATER))
+        while self.store.sweep():
+            assert self.store.used_bytes <= used
+            used = self.store.used_bytes
+        self.evicted()
+        idle = any(not self.pins(known) for known in self.known.values())
+        if self.store.evictions > evictions:
+            assert wanted > high
+            assert self.store.used_bytes > low - self.arena.size_of(max(SIZES.values())), "more than it takes"
+        if idle and self.store.chunks >= THIN_FROM:
+            assert self.store.used_bytes <= (low if self.store.evictions > evictions else high)
 
     # What always holds
 
@@ -356,32 +447,40 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_committed_is_seen_and_nothing_else(self) -> None:
-        seen = {(space, key) for space in SPACES for key in KEYS if self.store.find(space, key) is not None}
-        assert seen == set(self.known)
+        assert {(space, key) for space in SPACES for key in self.seen(space)} == set(self.known)
 
     @invariant()
     def the_counts_are_right(self) -> None:
         leased = {id(known): known for promise in self.promises.values() for known in promise.chunks()}
         assert self.store.chunks == len(self.known)
-        assert self.store.reserved_chunks == len(self.writing)
-        assert self.store.held_back_chunks == len(self.held_back)
+        assert self.store.reserved_chunks == sum(len(one.keys) for one in self.writing)
+        assert self.store.held_back_chunks == sum(len(one.keys) for one in self.held_back)
         assert self.store.leased_chunks == len(leased)
-        assert self.store.leased_bytes == sum(known.extent.nbytes for known in leased.values())
+        assert self.store.leased_bytes == sum(known.extent[1] for known in leased.values())
         assert len(self.leases) == len(self.promises)
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
-        self.store.copy_ended(self.copying)
-        self.store.abort(self.writing)
+        for one in self.copying:
+            self.store.copy_ended(one)
+        for one in self.writing:
+            self.store.abort(one)
         for chunks in self.loads:
-            self.store.give_back([known.chunk for known in chunks])
-        self.leases.expire(self.now + SECONDS)
+            self.store.give_back(array(chunks))
+        while self.leases.sweep(self.now + SECONDS):
+            pass
         assert (self.store.leased_bytes, self.store.leased_chunks, len(self.leases)) == (0, 0, 0)
         assert (self.store.reserved_chunks, self.store.held_back_chunks) == (0, 0)
         self.store.clear()
+        while self.store.sweep():
+            pass
         assert (self.store.chunks, self.store.used_bytes) == (0, 0)
-        assert self.arena.allocate(self.arena.nbytes) == Extent(0, self.arena.nbytes)
+        assert self.arena.allocate(self.arena.nbytes).tolist() == [0]
+
+
+def array(chunks: Iterable[Known]) -> Chunks:
+    return np.array([known.chunk for known in chunks], np.intp)
 
 
 TestStoreModel: Any = StoreMachine.TestCase

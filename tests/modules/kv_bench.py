@@ -14,7 +14,7 @@ from lmlive.cache.arena import Arena
 from lmlive.cache.keys import Namespace, chunk_keys
 from lmlive.cache.layout import KVLayout
 from lmlive.cache.leases import LeaseTable
-from lmlive.cache.store import ChunkStore
+from lmlive.cache.store import PASS_CHUNKS, ChunkStore
 from lmlive.config import ServerConfig
 from lmlive.device.backend import FdSource, GroupPlace, PlanePlace
 from lmlive.device.context import CacheContext
@@ -28,6 +28,7 @@ from lmlive.modules.handler import Admit, Work
 from lmlive.modules.lookup import admit_clear, admit_lookup, admit_release
 from lmlive.modules.removal import remove
 from lmlive.modules.server_driven import admit_retrieve, admit_store
+from lmlive.modules.tethers import close_all
 from lmlive.protocol.codec import REQUEST, VERSION, Header
 from lmlive.protocol.messages import Clear, Lookup, Release, Request, Retrieve, Store
 from lmlive.testing.clock import ManualClock
@@ -43,11 +44,11 @@ SECRET = b"secret"
 Bytes = npt.NDArray[np.uint8]
 
 
-def plain_layout(format: str = "") -> KVLayout:  # noqa: A002 - the layout's own word
+def plain_layout(format: str = "", *, blocks: int = BLOCKS) -> KVLayout:  # noqa: A002 - the layout's own word
     """Give a layout of two planes in one handle."""
-    plane = RUN * BLOCKS
+    plane = RUN * blocks
     planes = [(0, at * plane, RUN, RUN, (BLOCK,), (0,)) for at in range(PLANES)]
-    return KVLayout.from_wire([(BLOCK, BLOCKS, planes)], kv_dtype="int32", format=format, handle_bytes=[PLANES * plane])
+    return KVLayout.from_wire([(BLOCK, blocks, planes)], kv_dtype="int32", format=format, handle_bytes=[PLANES * plane])
 
 
 def hybrid_layout() -> KVLayout:
@@ -84,8 +85,9 @@ class Pending:
         self.answers: list[list[object] | BaseException] = []
         self.work: Work | None = None
 
-    def take(self, call: Call, payload: list[object] | None, error: BaseException | None) -> None:
+    def take(self, call: Call, payload: list[object] | bytes | None, error: BaseException | None) -> None:
         del call
+        assert not isinstance(payload, bytes)
         self.answers.append(error if payload is None and error is not None else payload or [])
 
     @property
@@ -115,13 +117,15 @@ class Bench:
 
     Args:
         pool_chunks: How many chunks of ``plain_layout`` the pool holds.
+        pass_chunks: How many chunks one pass frees.
         **settings: Of ``ServerConfig``.
     """
 
-    def __init__(self, pool_chunks: int = 16, **settings: Any) -> None:
+    def __init__(self, pool_chunks: int = 16, *, pass_chunks: int = PASS_CHUNKS, **settings: Any) -> None:
         self.clock = ManualClock(100.0)
         self.backend = RecordingBackend()
-        store = ChunkStore(Arena(pool_chunks * CHUNK_BYTES))
+        self.timers: list[Callable[[], None]] = []
+        store = ChunkStore(Arena(pool_chunks * CHUNK_BYTES), pass_chunks=pass_chunks)
         tokens = count(1)
         self.config = ServerConfig(chunk_tokens=CHUNK, environ={}, **settings)
         policy = ReapPolicy(timeout=120.0, grace=3600.0, hold=0.0)
@@ -138,10 +142,16 @@ class Bench:
             leases=LeaseTable(store, seconds=60.0, token=lambda: f"lease-{next(tokens)}"),
             pool=np.zeros(store.nbytes, np.uint8),
             state="serving",
-            later=_never_later,
+            later=self._later,
             readmit=_never,
-            status=dict,
+            status=lambda: dict,
+            discard=close_all,
         )
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        assert not seconds
+        self.timers.append(call)
+        return self.timers.clear
 
     # Workers
 
@@ -263,5 +273,5 @@ def _never(call: Call) -> None:
     raise AssertionError(f"not in these tests: {call}")
 
 
-def _never_later(seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-    raise AssertionError(f"not in these tests: {call} in {seconds}")
+def _never_discard(descriptors: Sequence[int]) -> None:
+    raise AssertionError(f"not in these tests: {descriptors}")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import msgpack
+
 from lmlive.cache.arena import Arena
 from lmlive.cache.leases import LeaseTable
 from lmlive.cache.store import ChunkStore
@@ -20,8 +22,9 @@ from lmlive.modules.call import Call, Connection
 from lmlive.modules.entries import ContextEntry, Entries
 from lmlive.modules.handler import Admit, Work
 from lmlive.modules.management import hash_secret
-from lmlive.modules.registration import admit_register, admit_unregister
-from lmlive.modules.tethers import FdTable, TetherRecord
+from lmlive.modules.registration import admit_register
+from lmlive.modules.tethers import FdTable, TetherRecord, Waiting, close_all
+from lmlive.modules.unregistration import admit_unregister
 from lmlive.protocol.codec import REQUEST, VERSION, Header
 from lmlive.protocol.messages import FdHandle, Group, Handle, Plane, Register, Request, Unregister
 from lmlive.testing.clock import ManualClock
@@ -69,9 +72,10 @@ class Asked:
         self.work.settle(result, failure)
         return self
 
-    def _take(self, call: Call, payload: list[object] | None, error: BaseException | None) -> None:
+    def _take(self, call: Call, payload: list[object] | bytes | None, error: BaseException | None) -> None:
         del call
-        self.answers.append(error if error is not None else payload or [])
+        unpacked: list[object] = msgpack.unpackb(payload) if isinstance(payload, bytes) else payload or []
+        self.answers.append(error if error is not None else unpacked)
 
     def _twice(self, call: Call) -> None:
         raise AssertionError(f"answered twice: {call}")
@@ -103,7 +107,8 @@ class Registry:
             state="serving",
             later=self._later,
             readmit=self.readmitted.append,
-            status=lambda: {"server": {"state": "serving"}},
+            status=lambda: lambda: {"server": {"state": "serving"}},
+            discard=close_all,
         )
         self.books.watch.advance(self.clock.now(), caught_up=True)
 
@@ -113,7 +118,7 @@ class Registry:
         self, files: int = 1, *, secret: bytes = SECRET, instance_id: int = 7, pid: int | None = 41
     ) -> TetherRecord:
         """Say that a worker's tether brought so many memory files."""
-        table = FdTable(uid=os.getuid(), received_at=self.clock.now())
+        table = FdTable(Waiting(close_all), uid=os.getuid(), received_at=self.clock.now())
         for _ in range(files):
             table.add(os.memfd_create("lmlive-test"))
         evidence = Evidence.NONE if pid is None else Evidence.PROCESS

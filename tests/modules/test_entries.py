@@ -5,6 +5,7 @@ from lmlive.errors import InternalError
 from lmlive.liveness.roster import Facts, Registration
 from lmlive.liveness.watch import Moment
 from lmlive.modules.entries import ContextEntry, Entries
+from tests.modules.registry import NBYTES, Registry
 
 
 def entry(generation: int = 1, instance_id: int = 7, layout_key: bytes | None = None, rank: int = 0) -> ContextEntry:
@@ -57,6 +58,15 @@ def test_a_ghost_and_its_successor_stand_side_by_side() -> None:
     assert entries.unreleased(7) == [old, new]
     assert len(entries) == 2
     assert entries.pending == 1
+    assert list(entries.gone) == [old]
+    assert list(entries.borrowed) == [old]
+    entries.give_back(old)
+    entries.released(old)
+    assert (entries.unreleased(7), list(entries.gone), list(entries.borrowed)) == ([new], [], [])
+    entries.detach(2)
+    entries.released(new)
+    assert entries.unreleased(7) == []
+    assert not entries._all_of_instance
 
 
 def test_a_stuck_release_that_ends_after_all_is_released() -> None:
@@ -76,6 +86,20 @@ def test_a_stuck_release_that_ends_after_all_is_released() -> None:
     assert one.state.value == "released"
     with pytest.raises(InternalError):
         entries.released(one)
+
+
+def test_memory_is_mapped_until_it_is_released_however_its_close_goes() -> None:
+    registry = Registry()
+    entry = registry.registered()
+    registry.unregister()
+    assert entry.state.value == "releasing"
+    assert entry.mapped_bytes == NBYTES
+    assert entry.context is not None
+    entry.context.close()
+    registry.books.entries.stuck(entry)
+    assert entry.mapped_bytes == NBYTES
+    registry.books.entries.released(entry)
+    assert entry.mapped_bytes == 0
 
 
 def test_what_was_never_live_is_only_released() -> None:

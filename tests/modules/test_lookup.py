@@ -1,6 +1,6 @@
 import pytest
 
-from lmlive.errors import MessageTooLarge, ServerBusy, StaleEpoch
+from lmlive.errors import InvalidPayload, MessageTooLarge, ServerBusy, StaleEpoch
 from lmlive.modules.call import Call
 from lmlive.modules.lookup import admit_lookup
 from lmlive.protocol.codec import REQUEST, VERSION, Header
@@ -144,7 +144,7 @@ def test_a_lease_that_is_named_is_renewed(bench: Bench) -> None:
     bench.books.watch.advance(bench.clock.advance(40.0), caught_up=True)
     assert bench.look_up(PROMPT, lease="lease-1") == [24, "lease-1", 60.0, "hit"]
     bench.books.watch.advance(bench.clock.advance(40.0), caught_up=True)
-    assert bench.books.leases.expire(bench.books.moment().running) == 0
+    assert not bench.books.leases.sweep(bench.books.moment().running)
     assert (len(bench.books.leases), bench.books.store.leased_chunks) == (1, 3)
 
 
@@ -214,6 +214,27 @@ def test_clear_answers_with_what_it_took(bench: Bench) -> None:
     assert bench.books.store.used_bytes == CHUNK_BYTES
     assert bench.books.events.after(0, 10)[-1]["kind"] == "cleared"
     assert bench.release("lease-1") == [True]
+    assert bench.books.store.used_bytes == 0
+
+
+def test_a_key_is_there_once(bench: Bench) -> None:
+    stored(bench)
+    keys = keys_of(PROMPT[:8])
+    with pytest.raises(InvalidPayload):
+        bench._ask(admit_lookup, Lookup("m", "", 1, keys + keys, None))
+
+
+def test_clear_goes_on_pass_by_pass_between_other_things() -> None:
+    bench = Bench(pool_chunks=64, pass_chunks=4)
+    worker = bench.register()
+    bench.store(worker, range(80), range(20)).finish()
+    assert bench.clear() == [10]
+    assert bench.look_up(range(80))[0] == 0
+    left = []
+    while bench.timers:
+        left.append(bench.books.store.used_bytes // CHUNK_BYTES)
+        bench.timers.pop()()
+    assert left == [2, 0]  # one pass with the clear, one right after it
     assert bench.books.store.used_bytes == 0
 
 

@@ -1,10 +1,13 @@
+from typing import Any
+
 import msgpack
 import pytest
 
-from lmlive.errors import InternalError, InvalidPayload, VersionError
+from lmlive.errors import InternalError, InvalidPayload, ServerDraining, VersionError
 from lmlive.modules.events import EventLog, spell
+from lmlive.modules.handler import Lane
 from lmlive.modules.management import admit_events, admit_hello, admit_reap, admit_status, answer_ping, hash_secret
-from lmlive.protocol.codec import REPLY, VERSION, Header, decode_body, decode_header, encode_request
+from lmlive.protocol.codec import REPLY, VERSION, Header, decode_body, decode_header, encode_reply, encode_request
 from lmlive.protocol.messages import Events, Hello, HelloReply, Reap, Status
 from lmlive.protocol.verbs import Role, Verb
 from tests.modules.registry import BARE, SECRET, Asked, Registry
@@ -110,6 +113,21 @@ def test_events_are_given_after_a_number() -> None:
     assert ask(registry, Events(0, 0)).answer == [[]]
 
 
+@pytest.mark.parametrize(("size", "given"), [(1, 300), (5000, 13), (70_000, 1)])
+def test_an_answer_holds_as_many_events_as_a_message_may_and_one_at_least(size: int, given: int) -> None:
+    registry = Registry(max_message_bytes=65_536)
+    for _ in range(300):
+        registry.books.events.emit("tick", 0.0, model="m" * size)
+    answer = ask(registry, Events(0, 1000)).answer
+    assert isinstance(answer, list)
+    events: Any = answer[0]
+    assert [event["seq"] for event in events] == list(range(1, given + 1))
+    if given > 1:
+        assert len(encode_reply(1, 2, 3, 4, answer)) <= 65_536
+    [following] = ask(registry, Events(given, 1)).answer or [None]  # type: ignore[misc]
+    assert [event["seq"] for event in following] == ([given + 1] if given < 300 else [])  # type: ignore[union-attr]
+
+
 def test_events_that_are_gone_are_named() -> None:
     events = EventLog(kept=3)
     for number in range(5):
@@ -130,7 +148,27 @@ def test_facts_read_as_words() -> None:
 
 
 def test_status_is_the_servers_own() -> None:
-    assert ask(Registry(), Status()).answer == [{"server": {"state": "serving"}}]
+    asked = ask(Registry(), Status())
+    assert asked.answer is None
+    assert asked.work is not None
+    assert asked.work.lane is Lane.NORMAL
+    assert isinstance(asked.work.run(), bytes)
+    assert asked.run().answer == [{"server": {"state": "serving"}}]
+
+
+def test_a_status_that_no_lane_packs_is_an_error() -> None:
+    asked = ask(Registry(), Status())
+    assert asked.work is not None
+    asked.work.settle(None, ServerDraining("closing"))
+    assert isinstance(asked.answer, ServerDraining)
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31mRED", "b\nreaped", "c\x7f", "d\u202e", "e\ud800", "\u2028"])
+def test_what_would_not_be_seen_is_spelt_out(text: str) -> None:
+    assert spell({"model": text}).isprintable()
+    event = EventLog().emit("registered", 1.0, model=text)
+    assert str(event["model"]).isprintable()
+    assert event["model"] != text
 
 
 def test_a_handler_with_anothers_message_is_our_mistake() -> None:

@@ -17,6 +17,7 @@ from lmlive.errors import (
 from lmlive.liveness.evidence import Evidence
 from lmlive.modules.handler import Lane
 from lmlive.modules.registration import OPENINGS_PER_THREAD
+from lmlive.modules.tethers import close_all
 from lmlive.protocol.messages import CudaHandle, Group, Plane, RegisterReply
 from tests.modules.registry import BARE, BLOCK, NBYTES, OTHER, RUN, Registry, fd_handle, register
 
@@ -181,7 +182,8 @@ def test_what_was_opened_for_nothing_is_released(meanwhile: str) -> None:
         registry.register(**BARE, secret=OTHER)
         registry.books.openings[7] = opening
     asked.run()
-    assert isinstance(asked.answer, NotOwner if meanwhile == "owner changes" else UnknownInstance)
+    expected = {"drain": ServerDraining, "end secret": UnknownInstance, "owner changes": NotOwner}
+    assert isinstance(asked.answer, expected[meanwhile])
     assert registry.release_all() == 1
     assert registry.backend.closed == registry.backend.opened == 1
 
@@ -299,6 +301,50 @@ def test_unregister_finds_its_instance_by_the_secret() -> None:
     assert registry.unregister(0).answer is None
     registry.release_all()
     assert registry.books.roster.tracked == 0
+
+
+@pytest.mark.parametrize("named", [999, 8])
+def test_unregister_under_an_id_that_is_not_live_ends_the_instance_of_its_secret(named: int) -> None:
+    registry = Registry()
+    ghost = registry.registered(8, secret=OTHER)
+    registry.books.entries.borrow(ghost.generation)
+    registry.unregister(8, OTHER)
+    registry.registered()
+    asked = registry.unregister(named)
+    assert registry.books.roster.tracked == 0
+    assert asked.answer is None
+    registry.release_all()
+    assert asked.answer == [True]
+    registry.books.give_back(ghost)
+    registry.release_all()
+
+
+def test_unregister_under_an_unknown_id_ends_an_opening_of_its_secret() -> None:
+    registry = Registry()
+    registry.tether()
+    opening = registry.register()
+    asked = registry.unregister(999)
+    opening.run()
+    assert isinstance(opening.answer, UnknownInstance)
+    registry.release_all()
+    assert asked.answer == [True]
+
+
+def test_descriptors_that_nobody_will_open_are_closed_elsewhere() -> None:
+    registry = Registry()
+    given_up: list[int] = []
+    registry.books.discard = given_up.extend
+    registry.tether()
+    asked = registry.register()
+    assert asked.work is not None
+    asked.work.settle(None, ServerDraining("closing"))
+    record = registry.tether(2)
+    record.table.waiting.discard = given_up.extend
+    assert isinstance(registry.register(handles=(fd_handle(), fd_handle(5))).answer, InvalidHandle)
+    registry.unregister()
+    assert len(given_up) == 3
+    assert record.table.held == 0
+    close_all(given_up)
 
 
 def test_unregister_ends_a_registration_that_is_still_opening() -> None:

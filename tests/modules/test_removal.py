@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from lmlive.cache.store import Reservation
 from lmlive.liveness.evidence import Exit
 from lmlive.liveness.roster import Reason
 from lmlive.liveness.target import InstanceLivenessTarget
@@ -94,8 +93,7 @@ def test_the_reservations_of_a_generation_are_aborted_and_the_event_says_so() ->
     entry = registry.registered()
     assert entry.namespace is not None
     store = registry.books.store
-    taken = store.reserve(entry.namespace, b"k" * 32, 64, entry.generation)
-    assert isinstance(taken, Reservation)
+    assert store.claim(entry.namespace, [b"k" * 32], 64, entry.generation).reservation is not None
     reap(registry, Reason.EXIT)
     assert store.reserved_chunks == 0
     assert registry.kinds() == ["registered", "store_aborted", "reaped"]

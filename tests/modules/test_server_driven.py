@@ -1,8 +1,15 @@
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from lmlive.cache.keys import chunk_keys
+from lmlive.cache.keys import chunk_keys, split_keys
+from lmlive.device import backend
+from lmlive.device.backend import Chunk
 from lmlive.errors import (
     InvalidHandle,
     RequestTimeout,
@@ -12,7 +19,7 @@ from lmlive.errors import (
 )
 from lmlive.modules.handler import Lane
 from lmlive.testing.clock import ManualClock
-from tests.modules.kv_bench import CHUNK_BYTES, PLANES, Bench, Pending, Worker
+from tests.modules.kv_bench import CHUNK_BYTES, PLANES, Bench, Pending, Worker, keys_of, plain_layout
 
 PROMPT = range(100, 124)  # three chunks
 IDS = [4, 5, 6, 7, 8, 9]
@@ -56,9 +63,10 @@ def test_store_publishes_whole_chunks(bench: Bench, worker: Worker) -> None:
 def test_a_chunk_is_its_planes_one_after_the_other(bench: Bench, worker: Worker) -> None:
     assert bench.store(worker, PROMPT[:8], [9, 2]).finish() == [8, 1, "stored"]
     assert worker.entry.namespace is not None
-    (chunk,) = bench.books.store.held(worker.entry.namespace, [_key(PROMPT[:8])])
+    store = bench.books.store
+    (offset,) = store.offsets(store.held(worker.entry.namespace, [_key(PROMPT[:8])])).tolist()
     assert bench.books.pool is not None
-    stored = bench.books.pool[chunk.extent.offset : chunk.extent.offset + CHUNK_BYTES].tobytes()
+    stored = bench.books.pool[offset : offset + CHUNK_BYTES].tobytes()
     assert stored == b"".join(worker.block(block, plane) for plane in range(PLANES) for block in (9, 2))
 
 
@@ -300,9 +308,133 @@ def test_a_clear_meanwhile_leaves_nothing_of_before(bench: Bench, worker: Worker
 
 def test_the_end_of_a_transfer_is_a_sign_of_life(bench: Bench, worker: Worker) -> None:
     pending = bench.store(worker, PROMPT, IDS)
-    bench.books.watch.advance(bench.clock.advance(20.0), caught_up=True)
+    begun = bench.books.moment()
+    for _ in range(2):  # the first tick only begins the watch
+        bench.books.watch.advance(bench.clock.advance(20.0), caught_up=True)
+    assert bench.books.moment().running > begun.running
     pending.finish()
     assert worker.entry.registration.last_seen == bench.books.moment()
+
+
+# What the loop pays for a long prompt
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve"])
+def test_the_pieces_of_a_copy_are_made_in_the_lane(
+    bench: Bench, worker: Worker, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store(worker, PROMPT, IDS).finish()
+    if verb == "store":
+        bench.clear()
+    made: list[str] = []
+    phase = "admit"
+
+    def chunk(*arguments: Any) -> Chunk:
+        made.append(phase)
+        return Chunk(*arguments)
+
+    monkeypatch.setattr(backend, "Chunk", chunk)
+    pending: Pending = getattr(bench, verb)(worker, PROMPT, IDS)
+    phase = "run"
+    result = pending.run()
+    phase = "settle"
+    pending.settle(result)
+    assert made == ["run"] * 3
+
+
+def test_a_copy_that_ends_early_makes_no_more_pieces(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def chunk(*arguments: Any) -> Chunk:
+        made.append(arguments)
+        return Chunk(*arguments)
+
+    monkeypatch.setattr(backend, "Chunk", chunk)
+    pending = bench.store(worker, PROMPT, IDS)
+    bench.remove(worker)
+    pending.finish()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("chunks", [4, 400])
+def test_admit_and_settle_do_nothing_chunk_by_chunk(chunks: int) -> None:
+    """However long the prompt is, the loop makes the same number of calls: numpy and dicts do the rest."""
+    bench = Bench(pool_chunks=1000)
+    layout = plain_layout(blocks=2 * chunks)
+    worker = bench.register(layout=layout)
+    prompt, ids = range(8 * chunks), range(2 * chunks)
+    with counting_calls() as stored:
+        pending = bench.store(worker, prompt, ids)
+    result = pending.run()
+    with counting_calls() as settled:
+        pending.settle(result)
+    with counting_calls() as retrieved:
+        pending = bench.retrieve(worker, prompt, ids)
+    assert pending.finish() == [8 * chunks, "loaded"]
+    with counting_calls() as found:
+        assert bench.look_up(prompt)[0] == 8 * chunks
+    with counting_calls() as released:
+        bench.release("lease-1")
+    for calls in (stored, settled, retrieved, found, released):
+        assert calls.total() < 120, calls.most_common(5)
+
+
+@contextmanager
+def counting_calls() -> Iterator[Counter[str]]:
+    """Count the Python functions that are called."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "lmlive/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+# What is written down
+
+
+@pytest.mark.parametrize("reason", ["deadline", "copy"])
+def test_a_store_that_is_given_up_is_written_down(bench: Bench, worker: Worker, reason: str) -> None:
+    pending = bench.store(worker, PROMPT, IDS, within=1.0)
+    if reason == "deadline":
+        bench.clock.advance(1.5)
+        pending.finish()
+    else:
+        pending.settle(None, InvalidHandle("the peer took its memory away"))
+    (event,) = bench.books.events.after(0, 10)
+    facts = {"instance_id": "1", "generation": 1, "model": "m", "rank": 0, "pid": None, "chunks": 3}
+    assert event["kind"] == "store_aborted"
+    assert {name: event[name] for name in (*facts, "reason")} == facts | {"reason": reason}
+
+
+def test_a_store_that_was_given_up_before_is_written_down_once(bench: Bench, worker: Worker) -> None:
+    pending = bench.store(worker, PROMPT, IDS, within=1.0)
+    bench.clear()
+    bench.clock.advance(1.5)
+    pending.finish()
+    assert [event["kind"] for event in bench.books.events.after(0, 10)] == ["cleared"]
+
+
+def test_a_head_that_pushes_out_its_own_tail_says_so() -> None:
+    bench = Bench(pool_chunks=3)
+    worker = bench.register()
+    store = bench.books.store
+    bench.store(worker, PROMPT, IDS).finish()
+    assert worker.entry.namespace is not None
+    chunks = store.held(worker.entry.namespace, split_keys(keys_of(PROMPT)))
+    store.touch(chunks[1:])
+    bench.store(worker, range(8), [1, 2]).finish()  # in the place of the first chunk
+    bench.look_up(range(8))
+    assert bench.store(worker, PROMPT, IDS).finish() == [16, 1, "no_space"]
+    assert bench.store(worker, PROMPT, IDS).answer == [16, 0, "no_space"]
 
 
 def _key(tokens: Sequence[int]) -> bytes:

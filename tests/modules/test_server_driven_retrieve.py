@@ -9,14 +9,28 @@ from hypothesis import strategies as st
 from lmlive.errors import (
     InvalidBlocks,
     InvalidLayout,
+    InvalidPayload,
     LMLiveError,
     MessageTooLarge,
     ServerStarting,
     StaleGeneration,
     UnknownInstance,
 )
+from lmlive.modules import checks
 from lmlive.modules.handler import Lane
-from tests.modules.kv_bench import BLOCKS, CHUNK_BYTES, PLANES, RUN, Bench, Worker, hybrid_layout
+from lmlive.modules.server_driven import admit_retrieve, admit_store
+from lmlive.protocol.messages import Retrieve, Store
+from tests.modules.kv_bench import (
+    BLOCKS,
+    CHUNK_BYTES,
+    PLANES,
+    RUN,
+    Bench,
+    Worker,
+    hybrid_layout,
+    keys_of,
+    packed,
+)
 
 PROMPT = range(100, 124)  # three chunks
 IDS = [4, 5, 6, 7, 8, 9]
@@ -211,6 +225,24 @@ def test_a_part_of_a_block_is_not_skipped(bench: Bench, worker: Worker, verb: st
 @pytest.mark.parametrize(("ids", "skip"), [([4, 5, 6, 7, 4, 9], 0), ([4, 5, 6, 7, 4, 9], 8), ([1, 1, 6, 7, 7, 9], 8)])
 def test_a_block_is_not_written_twice(bench: Bench, worker: Worker, ids: Sequence[int], skip: int) -> None:
     refused(bench, InvalidBlocks, bench.retrieve, worker, PROMPT, ids, skip=skip)
+
+
+@pytest.mark.parametrize("widest", [0, 1 << 22])
+def test_however_many_blocks_there_are(bench: Bench, monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+    monkeypatch.setattr(checks, "WIDEST_MAP", widest)
+    target = fresh(bench)
+    for ids, skip in (([4, 5, 6, 7, 4, 9], 0), ([4, 5, 6, 7, 4, 9], 8), ([1, 1, 6, 7, 7, 9], 8)):
+        with pytest.raises(InvalidBlocks):
+            bench.retrieve(target, PROMPT, ids, skip=skip)
+    assert bench.retrieve(target, PROMPT, [0, 0, 6, 7, 8, 9], skip=8).finish() == [24, "loaded"]
+
+
+@pytest.mark.parametrize("admit", [admit_store, admit_retrieve])
+def test_a_key_is_there_once(bench: Bench, worker: Worker, admit: Any) -> None:
+    keys, blocks = keys_of(PROMPT[:8]) * 2, (packed(IDS[:4]),)
+    message = Store(keys, blocks, 0, bytes(16)) if admit is admit_store else Retrieve(keys, blocks, 0, None)
+    error = refused(bench, InvalidPayload, bench._ask, admit, message, worker)
+    assert error.fields == {"field": "keys"}
 
 
 def test_blocks_that_are_not_written_may_repeat(bench: Bench) -> None:

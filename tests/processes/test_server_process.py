@@ -1,7 +1,10 @@
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,74 @@ async def test_a_stdout_that_nobody_reads_is_no_reason_to_stop(run_dir: Path) ->
         await eventually(lambda: serves(raw))
     process.terminate()
     assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+async def test_without_standard_descriptors_it_serves_and_ends_cleanly(run_dir: Path, closed: str) -> None:
+    command = f'exec "$0" -m lmlive.server --run-dir "$1" --pool-bytes 2MiB {closed}'
+    process = await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", command, sys.executable, str(run_dir), stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await eventually((run_dir / "router.sock").exists, within=15)
+        async with Raw(f"ipc://{run_dir}/router.sock") as raw:
+            await eventually(lambda: serves(raw))
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def few_descriptors(count: int) -> tuple[str, ...]:
+    """Give the command that starts a server which may have so many."""
+    return ("/bin/sh", "-c", f'ulimit -n {count}; exec "$0" "$@"', sys.executable, "-m", "lmlive.server")
+
+
+async def test_with_few_descriptors_a_crowd_at_the_door_does_not_kill_it(run_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *few_descriptors(64),
+        "--run-dir",
+        str(run_dir),
+        *SMALL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert (await asyncio.wait_for(process.stdout.readline(), 15)).startswith(b"lmlive ready")
+    url = f"ipc://{run_dir}/router.sock"
+    async with AsyncExitStack() as peers:
+        early = await peers.enter_async_context(Raw(url))
+        assert await early.silent()
+        for _ in range(64):  # ordinary ones, strangers that say nothing, and tethers
+            peer = await peers.enter_async_context(Raw(url))
+            await peer.send(b"hello")
+            stranger = socket.socket(socket.AF_UNIX)
+            peers.callback(stranger.close)
+            tether = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peers.callback(tether.close)
+            for sock, path in ((stranger, ""), (tether, ".tether")):
+                sock.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    sock.connect(url.removeprefix("ipc://") + path)
+            assert await early.silent()
+        assert process.returncode is None
+    async with Raw(url) as late:
+        assert await late.silent()
+    process.terminate()
+    _, err = await process.communicate()
+    assert process.returncode == 0
+    assert b"connections limited" in err
+
+
+async def test_with_too_few_descriptors_to_serve_it_exits_1_and_says_how_many(run_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *few_descriptors(40), "--run-dir", str(run_dir), *SMALL, stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert b"raise it to" in err
 
 
 WORKER = """

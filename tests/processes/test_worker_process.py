@@ -81,6 +81,20 @@ async def test_a_killed_server_is_noticed_at_once_and_its_successor_joined(run_d
         assert (await status(server.url))["instances"] == []
 
 
+async def test_a_stopped_server_holds_each_call_by_its_own_deadline(run_dir: Path) -> None:
+    config = fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)
+    async with serve(run_dir) as server, make(server.url, config=config) as worker:
+        server.stop()
+        try:
+            patient = asyncio.ensure_future(worker.store(PROMPT, IDS, deadline=soon(60.0)))
+            await asyncio.sleep(0)
+            assert (await worker.store(PROMPT, IDS, deadline=soon(0.1))).reason == "timeout"
+            assert not patient.done()
+        finally:
+            server.cont()
+        assert (await patient).reason == "stored"
+
+
 async def test_an_idle_worker_joins_the_successor_too(run_dir: Path) -> None:
     async with serve(run_dir) as server:
         worker = make(server.url, config=fast(heartbeat_interval=0.3))
@@ -207,6 +221,29 @@ async def test_the_breaker_makes_a_stopped_server_cost_one_lookup(run_dir: Path)
             return (await scheduler.lookup(PROMPT)).reason == "no_worker"
 
         await eventually(answers, within=PATIENCE)
+
+
+async def test_a_lease_of_a_stopped_server_costs_one_release(run_dir: Path) -> None:
+    config = fast(request_timeout=60.0)
+    async with (
+        serve(run_dir) as server,
+        make(server.url) as worker,
+        Scheduler(server.url, model="m", config=config) as scheduler,
+    ):
+        await worker.store(PROMPT, IDS)
+        found = await scheduler.lookup(PROMPT)
+        server.stop()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                assert not await scheduler.release(found.lease)
+                assert not await scheduler.release(found.lease)
+        finally:
+            server.cont()
+
+        async def released() -> bool:
+            return bool((await status(server.url))["pool"]["leased_chunks"] == 0)
+
+        await eventually(released, within=PATIENCE)  # it was sent, and done when the server went on
 
 
 def _refused(worker: Worker, scheduler: Scheduler, told: Connection) -> None:

@@ -19,6 +19,7 @@ class Outbox:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, bytes]] = []
         self.batches = 0
+        self.from_unix = True
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
         [frame] = frames

@@ -103,6 +103,17 @@ async def test_traffic_touches_and_never_proves() -> None:
     house.replies()
 
 
+@pytest.mark.parametrize(("epoch", "generation"), [(4, 1), (0, 1), (EPOCH, 2), (EPOCH, 0)])
+async def test_traffic_of_another_server_or_generation_touches_nothing(epoch: int, generation: int) -> None:
+    house = House()
+    house.registry.register(**BARE)
+    house.hello()
+    house.registry.pass_time(1.0)
+    house.ask(Verb.STORE, STORE, instance_id=7, epoch=epoch, generation=generation)
+    assert house.silence() == 1.0
+    assert isinstance(house.error(), (StaleEpoch, StaleGeneration))
+
+
 async def test_another_version_is_told_ours() -> None:
     house = House()
     house.registry.register(**BARE)
@@ -135,6 +146,50 @@ async def test_a_message_over_the_limit_names_size_and_limit() -> None:
     assert (refused.limit, refused.size) == (4096, len(frame) + 4096)
     house.send(encode_request(Verb.STATUS, 11, []), bytes(4096))
     assert isinstance(house.error(), MessageTooLarge)
+
+
+@pytest.mark.parametrize("trouble", ["too large", "frames", "draining", "build", "deadline"])
+async def test_whatever_becomes_of_a_request_its_sender_lives(trouble: str) -> None:
+    house = House(max_message_bytes=4096)
+    house.registry.register(**BARE)
+    house.hello()
+    house.registry.pass_time(1.0)
+    if trouble == "draining":
+        house.books.state = "draining"
+    verb = Verb.PREPARE_STORE if trouble == "build" else Verb.STORE
+    deadline_ns = -1 if trouble == "deadline" else 0
+    frame = encode_request(verb, 1, STORE, instance_id=7, epoch=EPOCH, generation=1, deadline_ns=deadline_ns)
+    house.send(*{"too large": [frame, bytes(4096)], "frames": [frame, b""]}.get(trouble, [frame]))
+    assert house.silence() == 0.0
+    assert isinstance(house.error(), LMLiveError)
+
+
+async def test_a_deadline_before_the_beginning_of_time_is_refused() -> None:
+    house = House()
+    house.ask(Verb.CLEAR, [None], deadline_ns=-1)
+    refused = house.error()
+    assert isinstance(refused, InvalidPayload)
+    assert refused.deadline_ns == -1
+    house.ask(Verb.PING, [None], deadline_ns=-1)
+    assert house.reply()[1] == [True]
+
+
+async def test_over_tcp_nobody_reaps_or_clears() -> None:
+    house = House()
+    house.registry.register(**BARE)
+    house.outbox.from_unix = False
+    requests: list[tuple[Verb, list[object]]] = [(Verb.REAP, [7, None]), (Verb.CLEAR, [None])]
+    for verb, payload in requests:
+        house.ask(verb, payload)
+        refused = house.error()
+        assert isinstance(refused, NotOwner)
+        assert "unix socket" in str(refused)
+    assert house.books.roster.tracked == 1
+    house.ask(Verb.EVENTS, [0, 1])
+    assert house.reply()[0].code == 0
+    house.outbox.from_unix = True
+    house.ask(*requests[0])
+    assert house.reply()[1] == [True]
 
 
 async def test_frames_that_no_verb_takes_are_refused() -> None:

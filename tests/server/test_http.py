@@ -1,5 +1,6 @@
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ async def get(browser: aiohttp.ClientSession, url: str, method: str = "GET") -> 
 
 
 def http_beside(url: str) -> HttpServer:
-    return HttpServer(lambda: {"server": {}}, lambda: url, "127.0.0.1", 0, MonotonicClock())
+    return HttpServer(lambda: lambda: {"server": {}}, lambda: url, "127.0.0.1", 0, MonotonicClock())
 
 
 async def test_a_real_server_shows_its_status_and_its_health(run_dir: Path, browser: aiohttp.ClientSession) -> None:
@@ -67,7 +68,9 @@ async def test_what_is_not_there_is_told_in_json(run_dir: Path, browser: aiohttp
 async def test_a_status_that_fails_is_told_without_its_text(
     run_dir: Path, browser: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    http = HttpServer(lambda: {"secret": {1, 2}}, lambda: f"ipc://{run_dir}/none", "127.0.0.1", 0, MonotonicClock())
+    http = HttpServer(
+        lambda: lambda: {"secret": {1, 2}}, lambda: f"ipc://{run_dir}/none", "127.0.0.1", 0, MonotonicClock()
+    )
     base = await http.start()
     try:
         status, document = await get(browser, f"{base}/status")
@@ -154,11 +157,37 @@ async def test_a_probe_that_goes_away_disturbs_nobody(run_dir: Path, browser: ai
             await http.close()
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [bytes(range(128, 256)), b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", b"GET /status HTTP/9.x\r\n\r\n"],
+    ids=["bytes", "long", "version"],
+)
+async def test_what_is_no_http_is_a_quiet_line_in_the_log(
+    run_dir: Path, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "lmlive")
+    http = http_beside(f"ipc://{run_dir}/none")
+    base = await http.start()
+    try:
+        host, port = base.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request_bytes + b"\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.")
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        await http.close()
+    [line] = [record for record in caplog.records if record.name.startswith("lmlive")]
+    assert (line.levelno, line.exc_info) == (logging.DEBUG, None)
+    assert "http refused" in line.getMessage()
+    assert "\n" not in line.getMessage()
+
+
 async def test_a_port_in_use_is_a_failed_start(run_dir: Path) -> None:
     first = http_beside(f"ipc://{run_dir}/none")
     port = int((await first.start()).rpartition(":")[2])
     try:
-        second = HttpServer(dict, lambda: "", "127.0.0.1", port, MonotonicClock())
+        second = HttpServer(lambda: dict, lambda: "", "127.0.0.1", port, MonotonicClock())
         with pytest.raises(StartError, match=f"127.0.0.1:{port}"):
             await second.start()
         await second.close()
@@ -168,7 +197,7 @@ async def test_a_port_in_use_is_a_failed_start(run_dir: Path) -> None:
 
 
 async def test_ipv6_is_written_with_brackets(run_dir: Path, browser: aiohttp.ClientSession) -> None:
-    http = HttpServer(dict, lambda: "", "::1", 0, MonotonicClock())
+    http = HttpServer(lambda: dict, lambda: "", "::1", 0, MonotonicClock())
     try:
         base = await http.start()
     except StartError:

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from lmlive.errors import ServerDraining
+from lmlive.errors import ServerDraining, StartError
 from lmlive.modules.handler import Lane, Work
+from lmlive.server import lanes
 from lmlive.server.lanes import Lanes, in_thread
 from lmlive.testing import Gate
 from tests.conftest import eventually
 
 Settled = tuple[object | None, BaseException | None]
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 class Bench:
@@ -259,26 +264,79 @@ async def test_close_gives_what_still_runs_at_the_deadline_and_it_settles_when_i
     await eventually(lambda: all(counts["threads"] == 0 for counts in bench.lanes.stats().values()))
 
 
-async def test_releases_that_wait_behind_hung_ones_settle_at_the_deadline() -> None:
+async def test_releases_that_wait_behind_hung_ones_get_a_thread_at_the_end() -> None:
     bench = Bench(release_threads=1)
     gate = bench.gate()
     bench.submit("hung", gate.pass_through, Lane.RELEASE)
     bench.submit("waits", lane=Lane.RELEASE)
     (still,) = await bench.lanes.close(bench.loop.time() + 0.01)
     assert still.lane is Lane.RELEASE
-    assert isinstance(bench.settled["waits"][0][1], ServerDraining)
+    assert bench.settled["waits"] == [(None, None)]
     gate.open()
     await bench.all_settled(2)
+
+
+async def test_releases_that_wait_behind_more_hung_ones_settle_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "LATE_RELEASE_SECONDS", 0.01)
+    bench = Bench(release_threads=1)
+    gate = bench.gate()
+    for name in ("hung", "hung as well"):
+        bench.submit(name, gate.pass_through, Lane.RELEASE)
+    bench.submit("waits", lane=Lane.RELEASE)
+    assert len(await bench.lanes.close(bench.loop.time() + 0.01)) == 2
+    assert isinstance(bench.settled["waits"][0][1], ServerDraining)
+    gate.open()
+    await bench.all_settled(3)
+
+
+async def test_the_normal_lanes_thread_is_there_before_its_first_work(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.lanes.open()
+    assert bench.lanes.stats()["normal"] == {"threads": 1, "busy": 0, "queued": 0}
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for number in range(10):
+        bench.submit(number, lane=Lane.NORMAL)
+    await bench.all_settled(10)
+    assert all(bench.settled[number] == [(None, None)] for number in range(10))
+
+
+async def test_without_a_thread_for_the_normal_lane_there_is_no_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(StartError, match="no thread"):
+            bench.lanes.open()
+
+
+async def test_releases_one_after_the_other_share_a_thread(bench: Bench) -> None:
+    for number in range(50):
+        bench.submit(number, lane=Lane.RELEASE)
+        await bench.all_settled(number + 1)
+        await eventually(lambda: bench.lanes.stats()["release"]["busy"] == 0)
+    assert bench.lanes.stats()["release"]["threads"] <= 2
+
+
+async def test_an_idle_release_thread_ends_and_the_next_work_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "IDLE_RELEASE_SECONDS", 0.0005)  # waits time out all the time, also as calls come
+    bench = Bench()
+    for number in range(500):
+        bench.submit(number, lane=Lane.RELEASE)
+        if number % 3:
+            await asyncio.sleep(0.0005)
+    await bench.all_settled(500)
+    await eventually(lambda: bench.lanes.stats()["release"]["threads"] == 0)
+    bench.submit("last", lane=Lane.RELEASE)
+    await bench.all_settled(501)
+    assert await bench.lanes.close(bench.loop.time() + 10) == []
 
 
 async def test_without_threads_to_be_had_works_settle_with_the_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", no_thread)
         bench.submit("a")
     await bench.all_settled(1)
     assert isinstance(bench.settled["a"][0][1], RuntimeError)
@@ -340,3 +398,42 @@ async def test_in_thread_gives_the_result_or_the_error() -> None:
     assert await in_thread(threading.current_thread) is not threading.current_thread()
     with pytest.raises(ZeroDivisionError):
         await in_thread(lambda: 1 // 0)
+
+
+HANGS_WHILE_IT_ENDS = """
+import asyncio, threading
+from lmlive.server.lanes import in_thread
+
+async def main():
+    hung = threading.Event()
+    task = asyncio.ensure_future(in_thread(lambda: (hung.set(), threading.Event().wait())))
+    while not hung.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_a_call_in_a_thread_does_not_hold_up_the_interpreters_exit() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_WHILE_IT_ENDS], check=True, capture_output=True, timeout=15)
+    assert (done.stdout, done.stderr) == (b"over\n", b"")
+
+
+def test_a_call_in_a_thread_may_outlive_its_loop() -> None:
+    gate = Gate()
+    threads: list[threading.Thread] = []
+
+    def hang() -> None:
+        threads.append(threading.current_thread())
+        gate.pass_through()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(in_thread(hang))
+        await eventually(lambda: gate.waiting == 1)
+        task.cancel()
+
+    asyncio.run(main())
+    gate.open()
+    threads[0].join()

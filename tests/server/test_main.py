@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -138,6 +139,24 @@ def test_the_descriptor_limit_goes_up_to_what_is_allowed() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+WITHOUT_STANDARD_DESCRIPTORS = """
+import os, sys
+from lmlive.server.__main__ import open_standard_descriptors
+log = os.dup(1)
+for number in {closed}:
+    os.close(number)
+open_standard_descriptors()
+os.write(log, b" ".join(os.readlink(f"/proc/self/fd/{{number}}").encode() for number in {closed}))
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2), (1, 2), ()])
+def test_closed_standard_descriptors_are_opened_on_nothing(closed: tuple[int, ...]) -> None:
+    text = WITHOUT_STANDARD_DESCRIPTORS.format(closed=closed)
+    done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=15)
+    assert done.stdout.decode().split() == ["/dev/null"] * len(closed)
 
 
 def record(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:

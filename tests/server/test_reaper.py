@@ -95,17 +95,33 @@ def test_a_stopped_server_reaps_no_live_worker() -> None:
 def test_after_a_stall_nothing_is_judged_before_what_waited_was_read() -> None:
     watch = Watchman()
     watch.registry.register(**BARE)
+    watch.pass_time(29)
     watch.ping()
-    watch.pass_time(119)
-    watch.door.caught_up = False
+    watch.pass_time(120)
+    # The late tick has a scan due, finds its worker over the budget, and was caught up: before the stall, that is.
     watch.stall(300)
-    for _ in range(20):
-        watch.pass_time(1)
+    assert watch.tracked == 1
+    # The ping that came during the stall is behind others in the queue.
+    watch.door.caught_up = False
+    watch.pass_time(20)
     assert watch.tracked == 1
     watch.ping()
     watch.door.caught_up = True
+    watch.pass_time(1)
+    assert watch.reaper.last_scan_age == 0.0
     watch.pass_time(60)
     assert watch.tracked == 1
+
+
+def test_who_is_silent_after_a_stall_is_judged_once_all_is_read() -> None:
+    watch = Watchman()
+    watch.registry.register(**BARE)
+    watch.pass_time(29)
+    watch.ping()
+    watch.pass_time(120)
+    watch.stall(300)
+    watch.pass_time(1)
+    assert watch.tracked == 0
 
 
 def test_an_endless_flood_pardons_the_dead_for_one_budget_only() -> None:

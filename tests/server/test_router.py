@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import select
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import zmq
 
 from lmlive.errors import StartError
-from lmlive.server.router import MAX_FRAMES, Router
+from lmlive.server.router import _UNIX_PEER, MAX_FRAMES, OnMessage, Router
 from tests.conftest import eventually
 from tests.server.routers import TCP, Answering, answer, answering, ask, dealers, throw_bytes
 
@@ -99,6 +101,33 @@ async def test_bound_at_two_addresses_it_answers_at_both(run_dir: Path) -> None:
             async with dealers(url) as (peer,):
                 assert await ask(peer, b"hello") == [b"hello"]
         assert desk.router.frames == desk.router.replies == 2
+
+
+def watched(router: Router, take: OnMessage, seen: list[bool], peer: bytes, frames: list[bytes]) -> None:
+    """Note where a message came from before it is answered."""
+    seen.append(router.from_unix)
+    take(peer, frames)
+
+
+async def test_it_knows_which_messages_came_over_the_unix_socket(run_dir: Path) -> None:
+    ipc = f"ipc://{run_dir}/router.sock"
+    for urls in ((ipc, "tcp://127.0.0.1:0"), (ipc,)):
+        seen: list[bool] = []
+        async with answering(*urls, run_dir=run_dir) as desk:
+            router = desk.router
+            router._on_message = partial(watched, router, router._on_message, seen)
+            for url in router.urls:
+                async with dealers(url) as [peer]:
+                    await ask(peer, b"where from?")
+            assert router.from_unix is (len(urls) == 1)
+        assert seen == [url == ipc for url in urls]
+
+
+@pytest.mark.parametrize("address", ["", "None", "127.0.0.1", "::1", "fe80::1:2:3", "1:2:3:4:5:6:7:8"])
+def test_no_address_of_tcp_looks_like_a_unix_peer(address: str) -> None:
+    assert _UNIX_PEER.fullmatch(address) is None
+    assert _UNIX_PEER.fullmatch("localhost:0:0:4711")
+    assert _UNIX_PEER.fullmatch(":1000:1000:4711")
 
 
 async def test_the_unix_socket_is_private_and_gone_after_close(run_dir: Path) -> None:
@@ -213,7 +242,10 @@ async def fill(desk: Answering, peer_id: bytes, replies: int) -> None:
 
 async def test_replies_to_a_peer_that_does_not_read_are_kept_and_then_arrive_in_order() -> None:
     small: dict[str, Any] = {"rcvhwm": 4, "rcvbuf": 4096}
-    async with answering(TCP, high_water=8, outbox=100_000) as desk, dealers(desk.router.urls[0], **small) as (peer,):
+    async with (
+        answering(TCP, high_water=8, outbox=100_000, outbox_bytes=64 << 20) as desk,
+        dealers(desk.router.urls[0], **small) as (peer,),
+    ):
         await ask(peer, b"hello")
         await fill(desk, desk.seen[0][0], 20_000)
         assert not desk.router.drained()
@@ -235,6 +267,31 @@ async def test_beyond_the_cap_of_a_peer_replies_are_counted_and_others_are_serve
         assert desk.router.dropped_full > 0
         assert desk.router.dropped_full + desk.router.replies + 10 == 20_000 + 1
         assert await ask(polite, b"me too") == [b"me too"]
+
+
+async def test_of_large_replies_that_nobody_reads_only_some_are_in_memory() -> None:
+    small: dict[str, Any] = {"rcvhwm": 1, "rcvbuf": 4096}
+    reply = bytes(1 << 20)
+    async with (
+        answering(TCP, outbox_bytes=4 << 20) as desk,
+        dealers(desk.router.urls[0], **small) as (deaf,),
+        dealers(desk.router.urls[0]) as (polite,),
+    ):
+        await ask(deaf, b"hello")
+        for number in range(200):
+            desk.router.send(desk.seen[0][0], [reply])
+            if number % 50 == 0:
+                assert await ask(polite, b"me too") == [b"me too"]
+        # Four are outstanding and four are kept; what the sockets between us hold comes on top.
+        assert desk.router.dropped_full > 150
+        assert await ask(polite, b"me too") == [b"me too"]
+        left = desk.router.dropped_full
+        for _ in range(desk.router.replies - 6):
+            assert await answer(deaf) == [reply]
+        await eventually(desk.router.drained)
+        assert desk.router.dropped_full == left
+        desk.router.send(desk.seen[0][0], [reply])
+        await eventually(lambda: desk.router.replies + desk.router.dropped_full == 200 + 1 + 1 + 5)
 
 
 async def test_nothing_is_kept_for_a_peer_that_vanished_and_all_is_counted() -> None:
@@ -349,6 +406,21 @@ async def test_over_the_limit_peers_are_let_in_when_there_is_room() -> None:
                 assert desk.router.connections <= 3
             assert await ask(late, b"room") != []
             await eventually(lambda: desk.router.frames >= 3)
+
+
+async def first_routing_id() -> bytes:
+    async with answering(TCP) as desk, dealers(desk.router.urls[0]) as (peer,):
+        await ask(peer, b"hello")
+        return desk.seen[0][0]
+
+
+async def test_no_peer_can_know_the_routing_id_that_the_next_one_gets() -> None:
+    # An id that a peer announced as its own would abort the process when libzmq comes to it.
+    assert len({await first_routing_id() for _ in range(5)}) == 5
+    ctypes.CDLL(None).srand(1)
+    first = await first_routing_id()
+    ctypes.CDLL(None).srand(1)
+    assert await first_routing_id() != first
 
 
 async def test_closing_twice_is_closing_once_and_later_replies_are_no_error() -> None:

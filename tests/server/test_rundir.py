@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lmlive.config.addresses import UNIX_PATH_BYTES
 from lmlive.errors import StartError
-from lmlive.server.rundir import MAX_PATH_BYTES, RunDir
+from lmlive.server.rundir import RunDir
 
 HOLD = """
 import sys
@@ -236,7 +237,7 @@ def test_only_the_socket_that_was_bound_is_unlinked(owned: RunDir) -> None:
 
 
 def test_a_path_that_does_not_fit_a_socket_is_refused(owned: RunDir) -> None:
-    longest = MAX_PATH_BYTES - len(str(owned.path)) - 1
+    longest = UNIX_PATH_BYTES - len(str(owned.path)) - 1
     owned.stream(owned.path / ("s" * longest)).close()
     with pytest.raises(StartError, match="longer than 107 bytes"):
         owned.stream(owned.path / ("s" * (longest + 1)))

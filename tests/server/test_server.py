@@ -13,7 +13,6 @@ from lmlive.errors import (
     ServerDraining,
     ServerStarting,
     StartError,
-    UnknownInstance,
 )
 from lmlive.protocol.codec import encode_request
 from lmlive.protocol.messages import parse_error
@@ -249,7 +248,7 @@ async def test_draining_refuses_new_work_and_lets_what_runs_end(run_dir: Path) -
         assert await raw.silent()
         gate.open()
         reply, body = await raw.receive()
-        assert isinstance(parse_error(reply.code, body), UnknownInstance)
+        assert isinstance(parse_error(reply.code, body), ServerDraining)
         await server.wait_closed()
     assert server.drained
     assert backend.closed == backend.opened == 1

@@ -37,7 +37,7 @@ def config(run_dir: Path, **settings: Any) -> ServerConfig:
 # Bad input
 
 
-async def everything_bad(raw: Raw, epoch: int) -> None:
+async def everything_bad(raw: Raw, epoch: int, *, over_tcp: bool) -> None:
     request = encode_request(Verb.STATUS, 1, [])
     for frames in ([b""], [b"GET / HTTP/1.1\r\n\r\n"], [request[:47]], [b"", request], [os.urandom(200)]):
         await raw.send(*frames)
@@ -50,8 +50,9 @@ async def everything_bad(raw: Raw, epoch: int) -> None:
     for verb in Verb:
         if verb in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE):
             continue
+        refusal = NotOwner if over_tcp and verb in (Verb.REAP, Verb.CLEAR) else InvalidPayload
         for payload in WRONG:
-            assert isinstance(await raw.error(verb, payload), InvalidPayload)
+            assert isinstance(await raw.error(verb, payload), refusal)
     await raw.send(request[:48] + b"\xc1")
     reply, body = await raw.receive()
     assert isinstance(parse_error(reply.code, body), InvalidPayload)
@@ -69,7 +70,7 @@ async def everything_bad(raw: Raw, epoch: int) -> None:
 @pytest.mark.parametrize("bind", [(), "tcp://127.0.0.1:0"])
 async def test_whatever_comes_it_goes_on_and_answers(run_dir: Path, bind: Any) -> None:
     async with LivenessServer(config(run_dir, bind=bind)) as server, Raw(server.url) as raw:
-        await everything_bad(raw, server.epoch)
+        await everything_bad(raw, server.epoch, over_tcp=bool(bind))
         status = await raw.status()
         assert status["wire"]["bad_frames"] == 6
         assert status["wire"]["errors"]["UnknownVerb"] == 4
@@ -236,3 +237,18 @@ async def test_a_killed_worker_is_reaped_and_its_memory_is_gone_from_here(run_di
             ("reaped", "exit"),
             ("released", None),
         ]
+
+
+async def test_over_tcp_it_says_that_there_are_no_keys_and_serves_no_reap(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind = (f"ipc://{run_dir}/router.sock", "tcp://127.0.0.1:0")
+    async with LivenessServer(config(run_dir, bind=bind)) as server:
+        assert "tcp without keys" in caplog.text
+        unix, tcp = server.urls
+        async with Raw(unix) as near, Raw(tcp) as far:
+            await near.result(Verb.REGISTER, bare(), instance_id=7)
+            assert isinstance(await far.error(Verb.REAP, [7, None]), NotOwner)
+            assert isinstance(await far.error(Verb.CLEAR, [None]), NotOwner)
+            assert (await far.status())["liveness"]["tracked_instances"] == 1
+            assert await near.result(Verb.REAP, [7, None]) == [True]

@@ -10,7 +10,7 @@ from lmlive.config import ServerConfig
 from lmlive.errors import ReleasePending
 from lmlive.liveness.evidence import Evidence
 from lmlive.modules.management import hash_secret
-from lmlive.modules.tethers import FdTable, TetherRecord
+from lmlive.modules.tethers import FdTable, TetherRecord, Waiting, close_all
 from lmlive.protocol.verbs import Verb
 from lmlive.server.server import LivenessServer
 from lmlive.testing.clock import ManualClock
@@ -61,7 +61,7 @@ class World:
     def bring_descriptor(self) -> None:
         """Say that the worker's tether brought one."""
         assert self.server._parts is not None
-        table = FdTable(uid=os.getuid())
+        table = FdTable(Waiting(close_all), uid=os.getuid())
         table.add(os.memfd_create("lmlive-virtual"))
         record = TetherRecord(hash_secret(SECRET), 7, 1, Evidence.NONE, None, table=table)
         self.server._parts.books.tethers[record.secret_hash] = record

@@ -1,12 +1,17 @@
+import asyncio
 import json
+import os
 from pathlib import Path
 
 import msgpack
 
 from lmlive.config import ServerConfig
+from lmlive.errors import ReleasePending
 from lmlive.protocol.verbs import Verb
 from lmlive.server.server import LivenessServer
-from tests.server.raw import SECRET, Raw, bare
+from lmlive.testing.device import RecordingBackend
+from tests.conftest import eventually
+from tests.server.raw import BLOCK_BYTES, SECRET, Raw, Tie, bare, memory_file, register
 
 SHAPE: dict[str, object] = {
     "server": {"pid": int, "epoch": str, "version": str, "state": str, "uptime_seconds": float},
@@ -95,6 +100,8 @@ async def test_status_has_exactly_the_public_names_everywhere(run_dir: Path) -> 
         assert status.instances[0].instance_id == str(2**63 - 1)
         assert over_the_wire["server"]["epoch"] == f"{server.epoch:016x}"
         assert over_the_wire["wire"]["errors"] == {"UnknownVerb": 1}
+        snapshot = server._read_status()
+        assert snapshot.to_dict() == snapshot.status().to_dict()
         assert over_the_wire["pool"]["bytes"] == 2 << 20
         assert json.loads(json.dumps(status.to_dict())) == msgpack.unpackb(msgpack.packb(status.to_dict()))
         await raw.result(Verb.UNREGISTER, [SECRET], instance_id=2**63 - 1)
@@ -102,3 +109,31 @@ async def test_status_has_exactly_the_public_names_everywhere(run_dir: Path) -> 
         assert after.instances == ()
         assert after.liveness.removals.unregistered == 1
         assert after.releases.done == 1
+
+
+async def test_memory_that_is_being_released_or_is_stuck_is_still_mapped(run_dir: Path) -> None:
+    backend = RecordingBackend()
+    gate = backend.gate("fence")
+    config = ServerConfig(run_dir=run_dir, pool_bytes="2MiB")
+    async with (
+        LivenessServer(config, backend=backend) as server,
+        Tie(server.url) as tie,
+        Raw(server.url) as raw,
+        Raw(server.url) as other,
+    ):
+        fd = memory_file("lmlive-status", 4 * BLOCK_BYTES)
+        await tie.offer(fd)
+        os.close(fd)
+        await raw.result(Verb.REGISTER, register(), instance_id=7)
+        asked = asyncio.create_task(raw.error(Verb.UNREGISTER, [SECRET], instance_id=7))
+        for state in ("releasing", "stuck"):
+
+            def found(state: str = state) -> bool:
+                return [one.state for one in server.status().instances] == [state]
+
+            await eventually(found)
+            [listed] = (await other.status())["instances"]
+            assert listed["mapped_bytes"] == 4 * BLOCK_BYTES
+        assert isinstance(await asked, ReleasePending)
+        gate.open()
+        await eventually(lambda: server.status().instances == ())

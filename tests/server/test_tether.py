@@ -1,26 +1,30 @@
 import array
 import asyncio
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from lmlive.errors import InvalidPayload, LMLiveError, NotOwner, ServerBusy
+from lmlive.errors import InvalidHandle, InvalidPayload, LMLiveError, NotOwner, ServerBusy
 from lmlive.liveness.evidence import Evidence
 from lmlive.modules.management import hash_secret
+from lmlive.modules.tethers import close_all
 from lmlive.protocol.tether import MAX_PACKET_BYTES, Greeting, Offer, Receipt, decode_answer
 from lmlive.protocol.verbs import Role
 from lmlive.server import evidence
 from lmlive.server.lanes import in_thread
 from lmlive.server.rundir import RunDir
-from lmlive.server.tether import SUSPICION_SECONDS, UNUSED_SECONDS, Tethers
+from lmlive.server.tether import PARTING_SECONDS, SUSPICION_SECONDS, UNUSED_SECONDS, Tethers
 from tests.conftest import eventually
-from tests.modules.registry import BARE, OTHER, SECRET, Registry
+from tests.modules.registry import BARE, NBYTES, OTHER, SECRET, Registry
 
 Connect = Callable[[], Awaitable[socket.socket]]
 
@@ -34,7 +38,7 @@ class House:
         self.path = run_dir / "router.sock.tether"
         self._ends: list[socket.socket] = []
         self._run_dir = RunDir(run_dir)
-        self.tethers = Tethers(self.books)
+        self.tethers = Tethers(self.books, close_all)
 
     async def open(self) -> Self:
         await in_thread(self._run_dir.open)
@@ -87,11 +91,6 @@ def offer(
 
 def memory_files(count: int) -> list[int]:
     return [os.memfd_create("lmlive-tether-test") for _ in range(count)]
-
-
-def close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def open_files() -> int:
@@ -216,14 +215,127 @@ async def test_unused_descriptors_are_closed(house: House) -> None:
     assert open_files() == 0
 
 
-async def test_a_process_that_left_nothing_is_forgotten(house: House) -> None:
+async def part(house: House, role: Role = Role.SCHEDULER, secret: bytes = SECRET) -> None:
+    """Open a tether, and close it again."""
     end = await house.connect()
-    await say(end, offer(instance_id=0, role=Role.SCHEDULER))
+    await say(end, offer(instance_id=0 if role is Role.SCHEDULER else 7, role=role, secret=secret))
     end.close()
-    await eventually(lambda: not house.books.tethers[hash_secret(SECRET)].open)
-    house.registry.clock.advance(60.1)
+    await eventually(lambda: not house.books.tethers[hash_secret(secret)].open)
+
+
+async def test_a_process_that_left_nothing_is_forgotten(house: House) -> None:
+    await part(house)
+    house.registry.clock.advance(PARTING_SECONDS)
+    house.tethers.sweep()
+    assert len(house.books.tethers) == 1
+    house.registry.clock.advance(0.1)
     house.tethers.sweep()
     assert house.books.tethers == {}
+    assert house.tethers._peers == set()
+
+
+async def test_a_process_is_watched_while_a_lease_or_a_registration_is_its_own(house: House) -> None:
+    lease = house.books.leases.open(hash_secret(SECRET), {0: {}}, 0.0)
+    await part(house)
+    house.registry.register(**BARE, secret=OTHER)
+    await part(house, Role.WORKER, OTHER)
+    house.registry.clock.advance(1000)
+    house.tethers.sweep()
+    assert len(house.books.tethers) == 2
+    house.books.leases.end(lease, 0.0)
+    house.tethers.sweep()
+    assert list(house.books.tethers) == [hash_secret(OTHER)]
+    house.registry.unregister(secret=OTHER)
+    house.tethers.sweep()
+    assert house.books.tethers == {}
+    house.registry.release_all()
+
+
+async def test_a_process_is_watched_while_its_handles_are_being_opened(house: House) -> None:
+    end = await house.connect()
+    [fd] = memory_files(1)
+    os.truncate(fd, NBYTES)
+    await say(end, offer(1), [fd])
+    opening = house.registry.register()
+    end.close()
+    close_all([fd])
+    await eventually(lambda: not house.books.tethers[hash_secret(SECRET)].open)
+    house.registry.clock.advance(1000)
+    house.tethers.sweep()
+    assert len(house.books.tethers) == 1
+    opening.run()
+    house.registry.unregister()
+    house.registry.release_all()
+
+
+async def test_sockets_that_stand_are_what_the_limit_counts(run_dir: Path) -> None:
+    house = await House(run_dir, max_connections=2).open()
+    for number in range(3):
+        await part(house, secret=bytes([number]) * 16)
+    assert house.tethers.connections == 0
+    assert len(house.books.tethers) == 3
+    await say(await house.connect(), offer())
+    assert house.tethers.connections == 1
+    await house.close()
+    assert house.tethers.connections == 0
+
+
+async def test_a_socket_that_says_nothing_is_cut_off(run_dir: Path) -> None:
+    house = await House(run_dir, max_connections=2).open()
+    silent, speaker = await house.connect(), await house.connect()
+    await say(speaker, offer())
+    house.registry.clock.advance(UNUSED_SECONDS)
+    house.tethers.sweep()
+    assert house.tethers.connections == 2
+    house.registry.clock.advance(0.1)
+    house.tethers.sweep()
+    assert house.tethers.connections == 1
+    assert await receive(silent) == b""
+    assert len(house.tethers._peers) == 1
+    await house.connect()
+    await house.close()
+
+
+async def test_a_schedulers_exit_does_not_count_among_ended_secrets(house: House) -> None:
+    text = WORKER.replace("7, 1, 0, 0", "0, 2, 0, 0")
+    process = await worker(house, text=text)
+    await end_of(process)
+    await eventually(lambda: house.record() is None)
+    assert not house.books.roster.secret_ended(hash_secret(SECRET))
+
+
+async def test_a_descriptor_of_another_kind_is_refused_and_nobody_asks_its_file(house: House) -> None:
+    given_up: list[int] = []
+    house.tethers._discard = given_up.extend
+    end = await house.connect()
+    files = [*memory_files(1), os.open("/proc/self/status", os.O_RDONLY), *os.pipe()]
+    refused = await say(end, offer(4), files)
+    assert isinstance(refused, InvalidHandle)
+    assert refused.index == 1
+    assert house.record() is None
+    assert len(given_up) == 5  # with the socket itself
+    close_all([*files, *given_up])
+
+
+async def test_a_file_of_dev_shm_is_shared_memory(house: House) -> None:
+    end = await house.connect()
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        assert await say(end, offer(1), [file.fileno()]) == Receipt(1)
+    house.tethers.close()
+
+
+async def test_what_closes_a_large_file_is_never_the_loop(house: House) -> None:
+    given_up: list[int] = []
+    house.tethers._waiting.discard = house.tethers._discard = given_up.extend
+    end = await house.connect()
+    fds = memory_files(2)
+    await say(end, offer(2), fds)
+    close_all(fds)
+    end.close()
+    await eventually(lambda: house.tethers.connections == 0)
+    assert open_files() == 2
+    assert len(given_up) == 3
+    close_all(given_up)
 
 
 async def test_without_evidence_descriptors_come_and_exits_do_not_count(run_dir: Path) -> None:
@@ -252,9 +364,9 @@ time.sleep(60)
 """
 
 
-async def worker(house: House, then: str = "") -> asyncio.subprocess.Process:
+async def worker(house: House, then: str = "", text: str = WORKER) -> asyncio.subprocess.Process:
     """Start a process that holds a tether."""
-    text = WORKER.format(path=sys.path, address=str(house.path), secret=SECRET, then=then)
+    text = text.format(path=sys.path, address=str(house.path), secret=SECRET, then=then)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", text, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readline(), 10) == b"ready\n"
@@ -274,6 +386,7 @@ async def test_a_killed_process_is_reaped_at_once_though_it_never_pinged(house: 
     await eventually(lambda: house.books.roster.tracked == 0)
     event = house.books.events.after(0, 100)[-1]
     assert (event["kind"], event["reason"], event["pid"]) == ("reaped", "exit", process.pid)
+    assert (event["exit_status"], event["exit_signal"]) == (None, signal.SIGKILL)
     assert len(house.books.leases) == 0
     assert house.record() is None
     refused = house.registry.register(**BARE).answer
@@ -352,6 +465,29 @@ async def test_no_pidfd_at_all_is_no_evidence(run_dir: Path, monkeypatch: pytest
     await say(end, offer())
     assert house.books.tethers[hash_secret(SECRET)].evidence is Evidence.NONE
     await house.close()
+
+
+@pytest.mark.may_block  # waits for children
+@pytest.mark.parametrize("reaped", [True, False])
+@pytest.mark.parametrize(
+    ("code", "end"), [("raise SystemExit(3)", (3, None)), ("import os; os.kill(os.getpid(), 9)", (None, 9))]
+)
+def test_the_kernel_tells_how_a_process_ended(reaped: bool, code: str, end: tuple[int | None, int | None]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pidfd = os.pidfd_open(process.pid)
+    select.select([pidfd], [], [])
+    if reaped:
+        process.wait()
+        if evidence.read_exit(pidfd, None).status is evidence.read_exit(pidfd, None).signal is None:
+            pytest.skip("this kernel forgets it")
+    assert evidence.read_exit(pidfd, process.pid) == (process.pid, *end)
+    process.wait()
+    os.close(pidfd)
+
+
+def test_how_a_process_ended_may_be_unknown() -> None:
+    assert evidence.read_exit(-1, None) == (None, None, None)
+    assert evidence.read_exit(-1, os.getpid()) == (os.getpid(), None, None)
 
 
 def test_a_pid_that_is_gone_leads_nowhere() -> None:

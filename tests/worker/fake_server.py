@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -63,6 +63,8 @@ class FakeServer:
         self._with_tether = tether
         self.refusal: LMLiveError | None = None
         """What offers are answered with, if not with a receipt."""
+        self.greeting: LMLiveError | None = None
+        """What tethers are greeted with, if not with the epoch; they are closed then."""
         self.paused = False
         """Whether the ROUTER is left alone."""
         self.stop_reading = False
@@ -168,9 +170,11 @@ class FakeServer:
                 self._receive(router)
             if listener.fileno() in ready:
                 peer, _ = listener.accept()
-                peer.send(Greeting(self.epoch if self.tether_epoch is None else self.tether_epoch).encode())
-                tethers[peer.fileno()] = peer
-                poller.register(peer.fileno(), zmq.POLLIN)
+                if self._greet(peer):
+                    tethers[peer.fileno()] = peer
+                    poller.register(peer.fileno(), zmq.POLLIN)
+                else:
+                    peer.close()
             for fd in [fd for fd in tethers if fd in ready or self._cut]:
                 if self._cut or not self._read_offer(tethers[fd]):
                     poller.unregister(fd)
@@ -198,6 +202,15 @@ class FakeServer:
             else:
                 self._reply(router, request)
 
+    def _greet(self, peer: socket.socket) -> bool:
+        epoch = self.epoch if self.tether_epoch is None else self.tether_epoch
+        greeting = Greeting(epoch).encode() if self.greeting is None else encode_refusal(self.greeting)
+        try:
+            peer.send(greeting)
+        except ConnectionError:
+            return False
+        return self.greeting is None
+
     def _read_offer(self, peer: socket.socket) -> bool:
         try:
             packet, fds, _, _ = socket.recv_fds(peer, MAX_PACKET_BYTES, 64)
@@ -208,7 +221,8 @@ class FakeServer:
         if not packet:
             return False
         if self.refusal is not None:
-            peer.send(encode_refusal(self.refusal))
+            with suppress(ConnectionError):
+                peer.send(encode_refusal(self.refusal))
             return False
         offer = Offer.decode(packet)
         self.offers.append((offer, len(fds)))

@@ -1,10 +1,12 @@
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from lmlive.errors import (
     LMLiveError,
+    MessageTooLarge,
     ServerDraining,
     StaleEpoch,
     StaleGeneration,
@@ -33,10 +35,12 @@ async def test_an_unknown_registration_is_renewed_and_the_request_repeated_once(
         return error if len(server.seen(verb)) == 1 else server.answer(request)
 
     server.answers[verb] = once
-    async with make(server.url) as worker:
+    config = fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)
+    async with make(server.url, config=config) as worker:
         server.generation = 0
-        call = worker.store if verb is Verb.STORE else worker.retrieve
-        assert (await call(TOKENS, IDS)).reason == ("stored" if verb is Verb.STORE else "loaded")
+        call: Any = worker.store if verb is Verb.STORE else worker.retrieve
+        with server.ignore(Verb.PING):  # its answer would tell the same
+            assert (await call(TOKENS, IDS)).reason == ("stored" if verb is Verb.STORE else "loaded")
         assert len(server.seen(Verb.REGISTER)) == 2
         assert [request.header.generation for request in server.seen(verb)] == [1, 2]
 
@@ -102,3 +106,77 @@ async def test_the_servers_limit_in_flight_is_kept(server: FakeServer) -> None:
             await worker.ping()
             assert len(server.seen(Verb.STORE)) == 3
         assert {stored.reason for stored in await asyncio.gather(*stores)} == {"stored"}
+
+
+# the HELLO of the data connection
+
+
+@pytest.mark.parametrize("verb", [Verb.STORE, Verb.RETRIEVE])
+async def test_a_call_waits_for_the_shared_hello_by_its_own_deadline(server: FakeServer, verb: Verb) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)) as worker:
+        call: Any = worker.store if verb is Verb.STORE else worker.retrieve
+        with server.hold(Verb.HELLO):
+            patient = asyncio.ensure_future(call(TOKENS, IDS, deadline=soon(60.0)))
+            await eventually(lambda: len(server.seen(Verb.HELLO)) == 2)
+            assert (await call(TOKENS, IDS, deadline=soon(0.05))).reason == "timeout"
+            assert not patient.done()
+        assert (await patient).reason == ("stored" if verb is Verb.STORE else "loaded")
+
+
+async def test_many_calls_share_one_hello(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0)) as worker:
+        with server.hold(Verb.HELLO):
+            calls = [asyncio.ensure_future(worker.store(TOKENS, IDS)) for _ in range(8)]
+            await eventually(lambda: len(server.seen(Verb.HELLO)) == 2)
+        assert {stored.reason for stored in await asyncio.gather(*calls)} == {"stored"}
+
+
+async def test_a_hello_that_got_no_answer_is_said_again_until_the_deadline(server: FakeServer) -> None:
+    config = fast(connect_timeout=0.05, heartbeat_interval=60.0, heartbeat_timeout=60.0)
+    async with make(server.url, config=config) as worker:
+        with server.ignore(Verb.HELLO):
+            storing = asyncio.ensure_future(worker.store(TOKENS, IDS, deadline=soon(60.0)))
+            await eventually(lambda: len(server.seen(Verb.HELLO)) >= 3)
+        assert (await storing).reason == "stored"
+
+
+async def test_cancelling_one_who_waits_for_the_hello_disturbs_nobody(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0)) as worker:
+        with server.hold(Verb.HELLO):
+            first, second = (asyncio.ensure_future(worker.store(TOKENS, IDS)) for _ in range(2))
+            await eventually(lambda: len(server.seen(Verb.HELLO)) == 2)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+        assert (await second).reason == "stored"
+
+
+# the server's limits
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("limit", ["message_bytes", "tokens", "blocks"])
+async def test_what_is_more_than_the_server_takes_is_an_error_at_once(
+    server: FakeServer, limit: str, strict: bool
+) -> None:
+    config = fast(request_timeout=60.0, strict=strict)
+    async with make(server.url, config=config) as worker:
+        await worker.store(TOKENS[:70], IDS[:5])
+        server.limits[limit] = {"message_bytes": 180, "tokens": 191, "blocks": 11}[limit]
+        server.replace()
+        await worker.ping()
+        await eventually(lambda: worker.generation == 2)
+        calls: list[Any] = [worker.store, worker.retrieve]
+        for call in calls:
+            if strict:
+                with pytest.raises(MessageTooLarge) as caught:
+                    await call(TOKENS, IDS)
+                assert isinstance(caught.value.size, int)
+                assert caught.value.size > caught.value.limit == server.limits[limit]
+            else:
+                assert (await call(TOKENS, IDS)).reason == "error"
+        assert len(server.seen(Verb.STORE)) == 1
+        assert not server.seen(Verb.RETRIEVE)
+        assert worker.unsettled_blocks == frozenset()
+        assert worker.healthy
+        assert worker.stats()["breaker_opened"] == 0

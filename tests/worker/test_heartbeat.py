@@ -176,6 +176,23 @@ async def test_one_failed_ping_makes_it_unhealthy_and_a_register_makes_it_health
         assert worker.stats()["recoveries"] == 1
 
 
+async def test_the_servers_exit_makes_it_unhealthy_before_any_ping_fails(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0)) as worker:
+        assert worker._parts is not None
+        heart = worker._parts.heart
+
+        async def exit_of(epoch: int) -> None:
+            heart._on_exit(epoch)
+
+        heart._thread.post(lambda: exit_of(6))  # an earlier server's
+        await eventually(lambda: worker.stats().get("server_exits") == 1)
+        assert worker.healthy
+        heart._thread.post(lambda: exit_of(7))
+        await eventually(lambda: worker.stats()["server_exits"] == 2)
+        assert not worker.healthy
+        assert "failed_pings" not in worker.stats()
+
+
 async def test_register_comes_first_and_then_it_is_healthy(server: FakeServer) -> None:
     async with make(server.url) as worker:
         await worker.ping()

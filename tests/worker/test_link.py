@@ -10,6 +10,7 @@ import zmq
 from lmlive.clock import MonotonicClock
 from lmlive.errors import (
     ForkedProcess,
+    MessageTooLarge,
     ProtocolError,
     RequestTimeout,
     ServerBusy,
@@ -275,3 +276,21 @@ async def test_a_forked_child_is_refused(server: FakeServer, link: Link) -> None
     ours.close()
     theirs.close()
     assert (await ping(link)).error is None
+
+
+async def test_a_message_that_the_server_would_not_take_is_not_sent(server: FakeServer, link: Link) -> None:
+    link.message_bytes = 100
+    reply = await link.request(Verb.UNREGISTER, [bytes(100)], deadline=CLOCK.now() + PATIENCE)
+    with pytest.raises(MessageTooLarge) as caught:
+        reply.result()
+    assert not reply.sent
+    assert caught.value.size > caught.value.limit == 100
+    assert link.pending == 0
+    assert (await ping(link)).result() == [True]
+    assert [request.verb for request in server.requests] == [Verb.PING]
+
+
+async def test_nobody_there_is_told_with_how_long_it_took(link: Link) -> None:
+    reply = await ping(link, connect_within=0.01)
+    assert isinstance(reply.error, ServerUnavailable)
+    assert reply.error.waited >= 0.01

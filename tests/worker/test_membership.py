@@ -1,19 +1,32 @@
 import asyncio
+import gc
+import logging
+import os
+import random
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lmlive.config import WorkerConfig
 from lmlive.errors import (
+    ConfigError,
+    InvalidLayout,
     LMLiveError,
     ReleasePending,
+    RequestTimeout,
     ServerBusy,
+    UnknownInstance,
 )
 from lmlive.protocol.messages import Register
 from lmlive.protocol.verbs import Verb
+from lmlive.worker.memory import WorkerMemory, parked
 from lmlive.worker.worker import Worker
 from tests.conftest import eventually
 from tests.worker.fake_server import FakeServer, Request
-from tests.worker.workers import IDS, TOKENS, fast, make
+from tests.worker.workers import IDS, TOKENS, cache, fast, make
 
 
 def pings(server: FakeServer, worker: Worker) -> int:
@@ -68,9 +81,7 @@ async def test_a_server_that_says_nothing_is_not_waited_for(server: FakeServer) 
             await worker.close()
 
 
-async def test_a_pending_release_is_told_and_asked_about_again(
-    server: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_pending_release_is_asked_about_again(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     def pending(request: Request) -> list[object] | LMLiveError:
         if len(server.seen(Verb.UNREGISTER)) == 1:
             return ReleasePending("still in use", pending=1)
@@ -80,7 +91,153 @@ async def test_a_pending_release_is_told_and_asked_about_again(
     async with make(server.url):
         pass
     assert len(server.seen(Verb.UNREGISTER)) == 2
-    assert "release pending" in caplog.text
+    assert not caplog.records
+    assert not parked
+
+
+@pytest.fixture
+def left() -> Iterator[list[WorkerMemory]]:
+    """Give what closed workers keep; let go of it at the end."""
+    yield parked
+    while parked:
+        parked.pop().close()
+
+
+async def test_memory_whose_release_is_pending_outlives_the_worker(
+    server: FakeServer, left: list[WorkerMemory], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.answers[Verb.UNREGISTER] = lambda _: ReleasePending("still in use", pending=1)
+    kv = cache()
+    tensor = weakref.ref(kv["layer"])
+    worker = make(server.url, kv, config=fast(request_timeout=0.2))
+    await worker.__aenter__()
+    kv.clear()
+    await worker.close()
+    gc.collect()
+    assert tensor() is not None
+    (memory,) = left
+    assert os.fstat(memory.handles[0][0]).st_size > 0
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert f"instance_id={worker.instance_id}" in told[0]
+    assert "kept until this process ends" in told[0]
+
+
+async def test_a_pending_release_stays_pending_without_a_later_answer(
+    server: FakeServer, left: list[WorkerMemory]
+) -> None:
+    server.answers[Verb.UNREGISTER] = lambda _: (
+        ReleasePending("still in use", pending=1) if len(server.seen(Verb.UNREGISTER)) == 1 else None
+    )
+    async with make(server.url, config=fast(request_timeout=0.3)):
+        pass
+    assert len(left) == 1
+
+
+async def test_a_server_that_lives_and_does_not_say_that_it_let_go_has_not(
+    server: FakeServer, left: list[WorkerMemory]
+) -> None:
+    with server.ignore(Verb.UNREGISTER):
+        async with make(server.url, config=fast(request_timeout=0.3)):
+            pass
+    assert len(left) == 1
+
+
+async def test_liveness_only_leaves_nothing_to_keep(server: FakeServer, left: list[WorkerMemory]) -> None:
+    server.answers[Verb.UNREGISTER] = lambda _: ReleasePending("still in use", pending=1)
+    async with make(server.url, kv_caches={}, config=fast(request_timeout=0.2)):
+        pass
+    assert not left
+
+
+async def test_register_and_unregister_carry_a_deadline_in_the_servers_clock(server: FakeServer) -> None:
+    before = time.monotonic()
+    async with make(server.url):
+        pass
+    for verb in (Verb.REGISTER, Verb.UNREGISTER):
+        due = server.seen(verb)[0].header.deadline_ns / 1e9
+        assert before + 0.9 < due <= time.monotonic() + 1.0
+
+
+# PINGs of before
+
+
+@pytest.mark.parametrize("refresh", [True, False])
+async def test_a_failed_ping_of_an_older_registration_is_no_news(server: FakeServer, refresh: bool) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0, heartbeat_timeout=0.3)) as worker:
+        server.answers[Verb.STORE] = lambda request: (
+            UnknownInstance("who?") if len(server.seen(Verb.STORE)) == 1 else server.answer(request)
+        )
+        await worker.ping()
+        await eventually(lambda: pings(server, worker) == 2)  # the first beat
+        with server.ignore(Verb.PING):
+            asked = asyncio.ensure_future(worker.ping())
+            await eventually(lambda: pings(server, worker) == 3)
+            if not refresh:
+                server.generation = 0
+            assert (await worker.store(TOKENS, IDS)).reason == "stored"  # registers again
+            assert registers(server) == 2
+            with pytest.raises(RequestTimeout):
+                await asked
+        assert worker.healthy
+        assert worker.generation == (1 if refresh else 2)
+
+
+async def test_a_ping_that_fails_while_a_register_is_on_its_way_is_no_news(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0, heartbeat_timeout=0.2)) as worker:
+        server.answers[Verb.STORE] = lambda request: (
+            UnknownInstance("who?") if len(server.seen(Verb.STORE)) == 1 else server.answer(request)
+        )
+        await worker.ping()
+        await eventually(lambda: pings(server, worker) == 2)
+        with server.hold(Verb.REGISTER):
+            storing = asyncio.ensure_future(worker.store(TOKENS, IDS, deadline=time.monotonic() + 10.0))
+            await eventually(lambda: registers(server) == 2)
+            with server.ignore(Verb.PING), pytest.raises(RequestTimeout):
+                await worker.ping()
+            assert worker.healthy
+        assert (await storing).reason == "stored"
+
+
+# a server that was replaced
+
+
+async def test_workers_of_a_replaced_server_spread_their_registers(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(least: float, most: float) -> float:
+        drawn.append((least, most))
+        return least
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    async with make(server.url) as worker:
+        await worker.ping()
+        assert not drawn  # entering does not wait
+        server.generation = 0
+        await eventually(lambda: worker.generation == 2)
+        assert not drawn  # being reaped concerns one worker
+        server.answers[Verb.REGISTER] = lambda _: ServerBusy("later", retry_after=0.1)
+        server.replace()
+        await eventually(lambda: registers(server) >= 4)
+        del server.answers[Verb.REGISTER]
+        await eventually(lambda: worker.generation == 3)
+        assert drawn == [(0.0, 0.05 / 4)]  # the first attempt only
+
+
+async def test_the_spread_is_half_a_second_at_most(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+
+    def uniform(least: float, most: float) -> float:
+        drawn.append(most)
+        return least
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    async with make(server.url, config=fast(heartbeat_interval=60.0)) as worker:
+        server.replace()
+        assert (await worker.store(TOKENS, IDS)).reason == "stored"
+        assert drawn == [0.5]
 
 
 async def test_close_is_idempotent_and_complete_if_cancelled(server: FakeServer) -> None:
@@ -140,3 +297,92 @@ async def test_without_a_cache_it_is_alive_and_nothing_more(server: FakeServer) 
         loaded = await worker.retrieve(TOKENS, IDS)
         assert (loaded.reason, loaded.failed_blocks) == ("error", [])
         assert server.offers[0][1] == 0  # a tether all the same: its exit is seen
+
+
+@pytest.mark.parametrize("refusal", ["greeting", "receipt"])
+async def test_where_there_is_no_room_for_a_tether_it_is_liveness_only_until_there_is(
+    server: FakeServer, refusal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = ServerBusy("too many tethers: come again", retry_after=1.0)
+    if refusal == "greeting":
+        server.greeting = busy
+    else:
+        server.refusal = busy
+    async with make(server.url) as worker:
+        assert worker.healthy
+        assert worker.generation == 1
+        assert Register.from_payload(server.seen(Verb.REGISTER)[0].payload).mode == "none"
+        assert (await worker.store(TOKENS, IDS)).reason == "error"
+        before = pings(server, worker)
+        await eventually(lambda: pings(server, worker) >= before + 4)
+        assert worker.healthy
+        warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len([text for text in warned if "no tether" in text]) == 1
+        assert len([text for text in warned if "liveness only" in text]) == 1
+        server.greeting = server.refusal = None
+        await eventually(lambda: Register.from_payload(server.seen(Verb.REGISTER)[-1].payload).mode == "server_driven")
+
+        async def stores() -> bool:
+            return (await worker.store(TOKENS, IDS)).reason == "stored"
+
+        await eventually(stores)
+
+
+async def test_a_tether_that_nobody_answers_does_not_keep_a_worker_from_registering(server: FakeServer) -> None:
+    server.stop_reading = True
+    async with make(server.url) as worker:
+        assert worker.healthy
+        assert Register.from_payload(server.seen(Verb.REGISTER)[0].payload).mode == "none"
+
+
+async def test_another_server_on_the_tether_is_a_warning_only_if_it_stays(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.tether_epoch = 99
+    async with make(server.url, kv_caches={}) as worker:
+        assert not caplog.records
+        await worker.ping()
+        await eventually(lambda: "another server listens there" in caplog.text)
+        before = pings(server, worker)
+        await eventually(lambda: pings(server, worker) >= before + 4)
+        assert caplog.text.count("another server listens there") == 1
+
+
+# what the config says
+
+
+@pytest.mark.parametrize("reason", ["no tether", "clocks", "no room"])
+async def test_server_driven_without_a_way_to_be_raises_at_entry(run_dir: Path, reason: str) -> None:
+    with FakeServer(run_dir, tether=reason != "no tether") as server:
+        if reason == "clocks":
+            server.clock_offset_ns = 10**10
+        if reason == "no room":
+            server.greeting = ServerBusy("too many tethers: come again", retry_after=0.1)
+        with pytest.raises(ConfigError) as caught:
+            async with make(server.url, config=fast(mode="server_driven", request_timeout=0.3)):
+                pytest.fail("it entered")
+        assert (caught.value.field, caught.value.value) == ("mode", "server_driven")
+        assert not server.seen(Verb.REGISTER)
+
+
+@pytest.mark.parametrize("config", [fast(mode="server_driven"), fast(device="host"), fast(strategy="auto")])
+async def test_what_this_build_can_do_is_done(server: FakeServer, config: WorkerConfig) -> None:
+    async with make(server.url, config=config) as worker:
+        register = Register.from_payload(server.seen(Verb.REGISTER)[0].payload)
+        assert (register.mode, register.strategy) == ("server_driven", "auto")
+        assert (await worker.store(TOKENS, IDS)).reason == "stored"
+
+
+async def test_server_driven_without_a_cache_is_liveness_only(server: FakeServer) -> None:
+    async with make(server.url, kv_caches={}, config=fast(mode="server_driven")) as worker:
+        assert await worker.ping()
+
+
+async def test_a_layout_that_one_message_does_not_hold_raises_at_entry(server: FakeServer) -> None:
+    server.limits["message_bytes"] = 4096
+    many = {f"layer{number}": cache()["layer"] for number in range(200)}
+    with pytest.raises(InvalidLayout) as caught:
+        async with make(server.url, many):
+            pytest.fail("it entered")
+    assert caught.value.size > caught.value.limit == 4096
+    assert not server.seen(Verb.REGISTER)

@@ -18,6 +18,7 @@ from lmlive.device.host import HostBackend
 from lmlive.device.memory import shared_empty
 from lmlive.errors import InvalidLayout
 from lmlive.worker.memory import WorkerMemory, prepare
+from tests.device.memfds import gather, scatter
 
 Group = dict[str, Any]
 
@@ -67,12 +68,12 @@ def round_trip(memory: WorkerMemory, context: CacheContext, layout: KVLayout, gr
     expected = [raw(take(tensor, [2, 0], axis)) for tensor in tensors_of(groups)]
     chunk = np.zeros(2 * sum(group.block_bytes for group in layout.groups), np.uint8)
     assert memory.copy_in([[2, 0]] * len(groups))
-    assert context.gather_chunk([[2, 0]] * len(groups), chunk, always)
+    assert gather(context, [[2, 0]] * len(groups), chunk, always)
     assert chunk.tobytes() == b"".join(expected)
     for tensor in tensors_of(groups):
         tensor[...] = 0
     assert memory.copy_in([range(4)] * len(groups))
-    assert context.scatter_chunk([[1, 3]] * len(groups), chunk, always)
+    assert scatter(context, [[1, 3]] * len(groups), chunk, always)
     assert memory.copy_out([[1, 3]] * len(groups))
     assert [raw(take(tensor, [1, 3], axis)) for tensor in tensors_of(groups)] == expected
     for tensor in tensors_of(groups):
@@ -275,12 +276,23 @@ def test_only_named_blocks_of_the_right_group_go_through_the_mirror() -> None:
     memory, context, layout = register(groups)
     assert memory.copy_in([[1], []])
     chunk = np.zeros(8 * sum(group.block_bytes for group in layout.groups) // 2, np.uint8)
-    assert context.gather_chunk([range(4), range(4)], chunk, always)
+    assert gather(context, [range(4), range(4)], chunk, always)
     seen = chunk.view(np.int64).reshape(2, 4, 8)
     assert seen[0, 1].all()
     assert seen.sum() == 8
     assert not memory.copy_in([range(4)] * 2, lambda: False)
     assert not memory.copy_out([range(4)] * 2, lambda: False)
+    end(memory, context)
+
+
+@pytest.mark.parametrize("way", ["copy_in", "copy_out"])
+def test_the_mirror_asks_for_the_time_before_each_slice(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_memory, "SLICE_BYTES", 2 * 64)
+    memory, context, _ = register([{"a": np.ones((5, 8), np.int64)}])  # blocks of 64 bytes
+    answers = iter([True, True, True, True, False])
+    assert getattr(memory, way)([range(5)], lambda: next(answers))
+    assert not getattr(memory, way)([range(5)], lambda: next(answers))
+    assert not list(answers)
     end(memory, context)
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ from lmlive.errors import (
     InternalError,
     InvalidArgument,
     LMLiveError,
+    MessageTooLarge,
     NotOwner,
+    RequestTimeout,
+    ServerBusy,
     StaleEpoch,
     VersionError,
     WorkerClosed,
@@ -16,6 +20,7 @@ from lmlive.errors import (
 from lmlive.protocol.messages import Lookup
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.scheduler import Scheduler
+from lmlive.worker.tying import Tying
 from tests.conftest import eventually
 from tests.worker.fake_server import FakeServer, Request
 from tests.worker.workers import TOKENS, fast
@@ -76,6 +81,114 @@ async def test_no_answer_is_a_miss_and_the_following_cost_nothing(server: FakeSe
 
         await eventually(hits)
         assert server.seen(Verb.PING)[0].payload == [None]
+
+
+async def test_a_release_costs_a_lookups_patience_and_then_nothing(server: FakeServer) -> None:
+    async with make(server, lookup_timeout=0.05, request_timeout=60.0) as scheduler:
+        before = time.monotonic()
+        with server.ignore(Verb.RELEASE, Verb.PING):
+            assert not await scheduler.release("a-lease")
+            assert scheduler.stats()["breaker_opened"] == 1
+            assert not await scheduler.release("a-lease")
+            assert len(server.seen(Verb.RELEASE)) == 1
+            assert (await scheduler.lookup(TOKENS)).reason == "unhealthy"
+        due = server.seen(Verb.RELEASE)[0].header.deadline_ns / 1e9
+        assert before + 59.0 < due <= time.monotonic() + 60.0  # it may still be done when nobody waits any more
+
+        async def releases() -> bool:
+            return await scheduler.release("a-lease")
+
+        await eventually(releases)
+
+
+async def test_nobody_there_costs_one_lookup(run_dir: Path) -> None:
+    with FakeServer(run_dir, tether=False) as server:
+        scheduler = make(server, lookup_timeout=0.05)
+        await scheduler.__aenter__()
+        assert (await scheduler.lookup(TOKENS)).reason == "hit"
+    await scheduler.lookup(TOKENS)
+    await eventually(lambda: scheduler.stats()["breaker_opened"])
+    await scheduler.close()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("limit", ["message_bytes", "tokens"])
+async def test_a_prompt_that_the_server_does_not_take_is_an_error_at_once(
+    server: FakeServer, limit: str, strict: bool
+) -> None:
+    server.limits[limit] = {"message_bytes": 130, "tokens": 191}[limit]
+    async with make(server, lookup_timeout=60.0, strict=strict) as scheduler:
+        if strict:
+            with pytest.raises(MessageTooLarge) as caught:
+                await scheduler.lookup(TOKENS)
+            assert caught.value.size > caught.value.limit == server.limits[limit]
+        else:
+            assert (await scheduler.lookup(TOKENS)).reason == "error"
+        assert not server.seen(Verb.LOOKUP)
+        assert (await scheduler.lookup(TOKENS[:100])).reason == "hit"
+        assert scheduler.stats()["breaker_opened"] == 0
+
+
+async def test_strict_raises_what_a_result_would_say(server: FakeServer) -> None:
+    async with make(server, lookup_timeout=0.05, strict=True) as scheduler:
+        with server.ignore(Verb.LOOKUP), pytest.raises(RequestTimeout):
+            await scheduler.lookup(TOKENS)
+
+
+async def test_a_long_prompt_is_looked_up_too(server: FakeServer) -> None:
+    async with make(server, lookup_timeout=10.0) as scheduler:
+        assert (await scheduler.lookup(list(range(70_000)))).reason == "hit"
+        assert len(Lookup.from_payload(server.seen(Verb.LOOKUP)[0].payload).keys) == 70_000 // 64 * 32
+
+
+@pytest.mark.parametrize("refusal", ["greeting", "receipt", "silence"])
+async def test_without_room_for_a_tether_it_does_without_until_there_is(
+    server: FakeServer, refusal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = ServerBusy("too many tethers: come again", retry_after=1.0)
+    if refusal == "greeting":
+        server.greeting = busy
+    elif refusal == "receipt":
+        server.refusal = busy
+    else:
+        server.stop_reading = True
+    async with make(server, request_timeout=2.0) as scheduler:
+        assert (await scheduler.lookup(TOKENS)).reason == "hit"
+        if refusal != "silence":
+            await eventually(lambda: scheduler.stats()["meetings"] >= 3)
+            assert caplog.text.count("no tether") == 1
+        server.greeting = server.refusal = None
+        server.stop_reading = False
+        await eventually(lambda: scheduler._tying.tether is not None)
+
+
+async def test_a_keeper_that_fails_goes_on(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError("no descriptor is left")]
+    offer = Tying.offer
+
+    async def fail_once(self: Tying, *given: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await offer(self, *given)
+
+    monkeypatch.setattr(Tying, "offer", fail_once)
+    async with make(server, request_timeout=5.0) as scheduler:
+        assert scheduler.healthy
+    caplog.clear()  # the record keeps the frames of the failure
+
+
+async def test_close_is_complete_if_cancelled(server: FakeServer) -> None:
+    scheduler = make(server)
+    await scheduler.__aenter__()
+    with server.hold(Verb.UNREGISTER):
+        closing = asyncio.ensure_future(scheduler.close())
+        await eventually(lambda: server.seen(Verb.UNREGISTER))
+        closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await scheduler.close()
 
 
 async def test_a_lease_that_comes_too_late_is_given_back(server: FakeServer) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from lmlive.errors import (
     RequestTimeout,
     ServerBusy,
     ServerDraining,
+    UnknownInstance,
     WorkerClosed,
 )
 from lmlive.protocol.verbs import Verb
@@ -230,6 +232,88 @@ async def test_a_copy_that_fails_is_an_error_and_not_an_exception(
             assert (loaded.tokens, loaded.failed_blocks, loaded.reason) == (0, ASKED, "error")
             assert loaded.settled.done()
     caplog.clear()  # the record keeps the frames of the failure
+
+
+async def test_a_call_waits_for_its_turn_to_copy_by_its_own_deadline(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def copy(*_: object) -> bool:
+        begun.set()
+        return go_on.wait(10)
+
+    monkeypatch.setattr(WorkerMemory, "copy_in", copy)
+    monkeypatch.setattr(transfers, "INLINE_BYTES", 0)
+    async with make(server.url, {"layer": np.zeros((64, 16, 8), np.float32)}) as worker:
+        patient = asyncio.ensure_future(worker.store(TOKENS, IDS, deadline=soon(60.0)))
+        await eventually(begun.is_set)
+        assert (await worker.store(TOKENS, IDS, deadline=soon(0.02))).reason == "timeout"
+        cancelled = asyncio.ensure_future(worker.store(TOKENS, IDS, deadline=soon(60.0)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):  # nothing of it is touched: at once
+            await cancelled
+        loaded = await worker.retrieve(TOKENS, IDS, deadline=soon(0.05))
+        assert (loaded.tokens, loaded.failed_blocks, loaded.reason) == (0, ASKED, "timeout")
+        assert loaded.settled.done()
+        assert not patient.done()
+        go_on.set()
+        assert (await patient).reason == "stored"
+
+
+async def test_a_full_executor_of_the_engine_is_not_waited_for(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "INLINE_BYTES", 0)
+    go_on = threading.Event()
+    engine = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(engine)
+    busy = asyncio.get_running_loop().run_in_executor(None, go_on.wait, 15)
+    async with make(server.url, {"layer": np.zeros((64, 16, 8), np.float32)}) as worker:
+        assert (await worker.store(TOKENS, IDS)).reason == "stored"
+        assert (await worker.retrieve(TOKENS, IDS)).reason == "loaded"
+    assert not busy.done()
+    go_on.set()
+    await busy
+
+
+async def test_closing_ends_at_once_what_touches_nothing(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)) as worker:
+        with server.hold(Verb.HELLO):  # that of the data connection
+            storing = asyncio.ensure_future(worker.store(TOKENS, IDS, deadline=soon(60.0)))
+            loading = asyncio.ensure_future(worker.retrieve(TOKENS, IDS, deadline=soon(60.0)))
+            await eventually(lambda: len(server.seen(Verb.HELLO)) == 2)
+            closing = asyncio.ensure_future(worker.close())
+            assert (await storing).reason == "unhealthy"
+            loaded = await loading
+            assert (loaded.failed_blocks, loaded.reason, loaded.settled.done()) == (ASKED, "unhealthy", True)
+        await closing
+        assert not server.seen(Verb.STORE)
+
+
+async def test_a_retrieve_waits_for_a_sign_of_life_by_its_own_deadline(server: FakeServer) -> None:
+    async with make(server.url, config=fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)) as worker:
+        await worker.store(TOKENS, IDS)
+        assert worker._parts is not None
+        worker._parts.gate.breaker._fresh = 0.0
+        worker._parts.gate.breaker.quick = 30.0
+        with server.ignore(Verb.PING):
+            loaded = await worker.retrieve(TOKENS, IDS, deadline=soon(0.02))
+            assert (loaded.reason, loaded.failed_blocks) == ("timeout", ASKED)
+        assert worker.stats()["breaker_opened"] == 0
+
+
+async def test_strict_gives_each_retrieve_its_own_result(server: FakeServer) -> None:
+    config = fast(strict=True, heartbeat_interval=60.0, request_timeout=5.0)
+    async with make(server.url, config=config) as worker:
+        server.answers[Verb.RETRIEVE] = lambda _: UnknownInstance("who?")
+        server.answers[Verb.REGISTER] = lambda _: ServerDraining("going")
+        with server.hold(Verb.REGISTER):
+            calls = [asyncio.ensure_future(worker.retrieve(TOKENS, IDS, skip_tokens=skip)) for skip in (0, 64)]
+            await eventually(lambda: len(server.seen(Verb.REGISTER)) == 2 and len(server.seen(Verb.RETRIEVE)) == 2)
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [len(error.result.failed_blocks) for error in errors if isinstance(error, ServerDraining)] == [12, 8]
 
 
 async def test_cancelling_waits_for_a_copy_of_ours(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ async def test_several_groups(server: FakeServer) -> None:
         {"skip_tokens": -16},
         {"deadline": "soon"},
         {"deadline": float("nan")},
+        {"deadline": 10**400},
         {"adapter": None},
         {"salt": 7},
     ],

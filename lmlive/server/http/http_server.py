@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from lmlive.clock import Clock
 from lmlive.errors import LMLiveError, StartError
 from lmlive.protocol.messages import parse_reply
 from lmlive.protocol.verbs import Verb
-from lmlive.server.http.asker import Asker
-from lmlive.server.status import ServerStatus
+from lmlive.server.asker import Asker
 
 log = logging.getLogger("lmlive.server")
 
@@ -39,7 +39,7 @@ class HttpServer:
     """The HTTP side of one server.
 
     Args:
-        status: Gives the server's status, as an object or as the document itself; called on the loop.
+        status: Reads the server's status on the loop; gives what makes the document of it, in a thread.
         url: Gives the address of the server's own ROUTER; called on the loop.
         host: Loopback address to bind.
         port: Port to bind; 0 picks one.
@@ -48,7 +48,7 @@ class HttpServer:
 
     def __init__(
         self,
-        status: Callable[[], ServerStatus | dict[str, object]],
+        status: Callable[[], Callable[[], dict[str, object]]],
         url: Callable[[], str],
         host: str,
         port: int,
@@ -74,7 +74,7 @@ class HttpServer:
         application = web.Application(middlewares=[_in_json], client_max_size=_LONGEST_BODY)
         application.router.add_get("/status", self._get_status)
         application.router.add_get("/healthz", self._get_healthz)
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, logger=_aiohttp_log)
         await runner.setup()
         self._runner = runner
         try:
@@ -98,8 +98,8 @@ class HttpServer:
             await closing
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        status = self._status()
-        body = await asyncio.get_running_loop().run_in_executor(self._threads, _encode_status, status)
+        make = self._status()
+        body = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: json.dumps(make()).encode())
         return web.Response(body=body, content_type="application/json", headers=_HEADERS)
 
     async def _get_healthz(self, _: web.Request) -> web.Response:
@@ -152,6 +152,18 @@ class _Probe:
             self._asker = None
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Keep what the server did wrong; a peer that speaks no HTTP is worth a line for who looks for it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        log.debug("http refused status=%d error=%s", error.code, " ".join(error.message.split())[:200])
+        return False
+    return True
+
+
+_aiohttp_log = logging.getLogger("lmlive.server.http")
+_aiohttp_log.addFilter(_is_ours)
+
 _HEADERS: Final = {"Cache-Control": "no-store"}
 
 
@@ -171,7 +183,3 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
 
 def _answer(status: int, body: dict[str, object], **headers: str) -> web.Response:
     return web.json_response(body, status=status, headers={**_HEADERS, **headers})
-
-
-def _encode_status(status: ServerStatus | dict[str, object]) -> bytes:
-    return json.dumps(status if isinstance(status, dict) else status.to_dict()).encode()

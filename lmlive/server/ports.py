@@ -1,0 +1,73 @@
+"""What the parts of a server ask of each other: a door, where work goes, where what is given up is closed.
+
+Protocols alone, each in one place, so that a part can be tested with a stand-in and nobody names a class for its shape.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from lmlive.modules.handler import Work
+
+
+class Outbox(Protocol):
+    """Where replies go, and where requests came from."""
+
+    @property
+    def from_unix(self) -> bool:
+        """Whether the message that is being taken came over a unix socket."""
+        ...
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+        """Send one reply without waiting; False if it was dropped, which the outbox counts."""
+        ...
+
+    def send_all(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send many replies of one frame each."""
+        ...
+
+
+class Backlog(Protocol):
+    """Whose queue tells how far the server is behind."""
+
+    def take_caught_up(self) -> bool:
+        """Tell whether everything that had arrived was read at some time since the last call."""
+        ...
+
+
+class Door(Outbox, Backlog, Protocol):
+    """What a server asks of its router; ``lmlive.testing`` has one without sockets."""
+
+    urls: tuple[str, ...]
+    frames: int
+    bad_frames: int
+    replies: int
+
+    @property
+    def dropped_replies(self) -> int:
+        """Replies that could not be delivered."""
+        ...
+
+    @property
+    def handshake_failures(self) -> int:
+        """Peers that spoke another protocol, or were refused."""
+        ...
+
+    def open(self) -> None:
+        """Bind and begin to read."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+MakeDoor = Callable[..., Door]
+"""Makes a door; takes what ``Router`` takes."""
+
+
+class Workshop(Protocol):
+    """Where work goes."""
+
+    def submit(self, work: Work) -> None:
+        """Run it in its lane, then settle it on the loop, whatever happens."""
+        ...

@@ -1,0 +1,120 @@
+"""A worker or a scheduler in a process of its own, to be killed: it does what it is told on stdin, line by line.
+
+``python -m tests.processes.kv_peer URL worker|scheduler``: after a first line that says who it is, each line it is
+given is one word and gets one line of JSON. ``Puppet`` is the other side of this.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lmlive
+
+CHUNK = 64
+BLOCK = 16
+TOKENS = list(range(1000, 1000 + 2 * CHUNK))
+BLOCKS = list(range(2 * CHUNK // BLOCK))
+SHAPE = (2, 32, BLOCK, 2, 8)
+ROOT = str(Path(__file__).parents[2])
+
+
+def content() -> Any:
+    """Give what a worker's cache holds."""
+    return np.random.default_rng(11).standard_normal(SHAPE).astype(np.float32)
+
+
+class Puppet:
+    """The process, and what it says.
+
+    Attributes:
+        hello: What it said first.
+        process: It.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.hello: dict[str, Any] = {}
+        self.process = process
+
+    def tell(self, word: str) -> None:
+        """Give it something to do; ``hear`` waits for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n".encode())
+
+    async def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(15):
+            line = await self.process.stdout.readline()
+        found = json.loads(line)
+        assert isinstance(found, dict)
+        return found
+
+    async def ask(self, word: str) -> dict[str, Any]:
+        self.tell(word)
+        return await self.hear()
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self.process.kill()
+        await self.process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def puppet(url: str, role: str) -> AsyncIterator[Puppet]:
+    """Start one; it is killed at the latest when this is left."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.processes.kv_peer", url, role),
+        env={**os.environ, "PYTHONPATH": ROOT},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    one = Puppet(process)
+    try:
+        one.hello = await one.hear()
+        yield one
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+def say(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+async def be_worker(url: str) -> None:
+    memory = lmlive.shared_empty(SHAPE, "float32")
+    memory[:] = content()
+    async with lmlive.Worker(url, kv_caches={"kv": memory}, block_tokens=BLOCK, model="m", block_axis=1) as worker:
+        say(instance_id=worker.instance_id, generation=worker.generation)
+        while word := await next_word():
+            if word == "store":
+                stored = await worker.store(TOKENS, BLOCKS)
+                say(tokens=stored.tokens, chunks=stored.chunks, reason=stored.reason)
+            else:
+                loaded = await worker.retrieve(TOKENS, BLOCKS)
+                say(tokens=loaded.tokens, reason=loaded.reason)
+
+
+async def be_scheduler(url: str) -> None:
+    async with lmlive.Scheduler(url, model="m") as scheduler:
+        say(healthy=scheduler.healthy)
+        while await next_word():
+            found = await scheduler.lookup(TOKENS)
+            say(tokens=found.tokens, lease=found.lease)
+
+
+async def next_word() -> str:
+    line: str = await asyncio.to_thread(sys.stdin.readline)
+    return line.strip()
+
+
+if __name__ == "__main__":
+    asyncio.run({"worker": be_worker, "scheduler": be_scheduler}[sys.argv[2]](sys.argv[1]))

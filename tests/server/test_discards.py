@@ -1,0 +1,77 @@
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lmlive.modules.handler import Lane
+from lmlive.server.discards import Discards
+from lmlive.server.lanes import Lanes
+from tests.conftest import eventually
+from tests.server.house import Lanes as ByHand
+
+
+@pytest.fixture
+async def lanes() -> AsyncIterator[Lanes]:
+    loop = asyncio.get_running_loop()
+    made = Lanes(loop)
+    yield made
+    await made.close(loop.time() + 5)
+
+
+def closed(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return True
+    return False
+
+
+async def test_nothing_is_closed_by_whoever_gives_it_up() -> None:
+    by_hand = ByHand()
+    discards = Discards(by_hand)
+    fds = [os.memfd_create("a"), os.memfd_create("b")]
+    discards.memory(fds)
+    discards.foreign([])
+    [work] = by_hand.works
+    assert work.lane is Lane.RELEASE
+    assert not closed(fds[0])
+    assert not discards._done.is_set()
+    by_hand.run_all()
+    assert all(map(closed, fds))
+    await discards.settled(0)
+    assert discards._done.is_set()
+
+
+async def test_a_close_that_hangs_holds_up_its_own_kind_alone(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    real = os.close
+    stranger, behind, *memory = (os.memfd_create("x") for _ in range(20))
+
+    def close(fd: int) -> None:
+        if fd == stranger:
+            hang.wait()
+        real(fd)
+
+    monkeypatch.setattr("lmlive.modules.tethers.os.close", close)
+    discards = Discards(lanes)
+    discards.foreign([stranger])
+    discards.foreign([behind])
+    for fd in memory:
+        discards.memory([fd])
+    await eventually(lambda: all(map(closed, memory)))
+    assert not closed(behind)
+    assert lanes.stats()["release"]["busy"] == 1
+    await discards.settled(0.0)
+    hang.set()
+    await discards.settled(5.0)
+    assert closed(behind)
+
+
+async def test_a_closed_lane_closes_them_all_the_same(lanes: Lanes) -> None:
+    discards = Discards(lanes)
+    await lanes.close(0.0)
+    fd = os.memfd_create("x")
+    discards.memory([fd])
+    await eventually(lambda: closed(fd))

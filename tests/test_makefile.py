@@ -1,0 +1,13 @@
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_bench_runs_every_benchmark_and_none_of_their_parts() -> None:
+    pattern = re.search(r"for benchmark in (\S+);", (ROOT / "Makefile").read_text())
+    assert pattern is not None
+    run = set(ROOT.glob(pattern[1]))
+    assert run
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert (path in run) == ('__name__ == "__main__"' in path.read_text()), path.name
