@@ -10,7 +10,6 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -85,12 +84,7 @@ class HostBackend:
 
     def __init__(self, uid: int | None = None, limits: HostLimits | None = None) -> None:
         self._uid = os.geteuid() if uid is None else uid
-        self._given_limits = limits
-
-    @cached_property
-    def _limits(self) -> HostLimits:
-        """Read at the first handle, in a lane: the system tells some of them by a file, which may block."""
-        return self._given_limits or process_limits()
+        self._limits = limits or process_limits()
 
     def open_handle(self, source: FdSource) -> HostMapping:
         """Check a memory file and map it, or open it again where it is not sealed; the descriptor is closed.

@@ -8,12 +8,12 @@ table outlive its descriptors, so that a repeated REGISTER is recognised without
 Not the socket: that is ``lmlive.server.tether``. Loop thread only.
 """
 
-import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lmlive.device.syscalls import close_foreign
 from lmlive.errors import InvalidHandle
 from lmlive.liveness.evidence import Evidence
 
@@ -24,8 +24,7 @@ Discard = Callable[[Sequence[int]], None]
 def close_all(fds: Sequence[int]) -> None:
     """Close descriptors, each of them; may take seconds, because the last one of a file frees its memory."""
     for fd in fds:
-        with contextlib.suppress(OSError):  # what a file system says at the close; the descriptor is gone
-            os.close(fd)
+        close_foreign(fd)
 
 
 def is_shared_memory(fd: int) -> bool:

@@ -1,5 +1,7 @@
 """The ZMQ socket of a connection: its options, each with its reason. Nothing here waits."""
 
+import sys
+import threading
 from typing import Final
 
 import zmq
@@ -18,6 +20,18 @@ _HANDSHAKE_MS = 5000
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Dealer = zmq.Socket[bytes]
+
+
+class DroppableContext(Context):
+    """A context that may be dropped without having been closed, as when its event loop ended before.
+
+    pyzmq ends a dropped context then and there, which waits for its sockets; dropped together with it, they may be
+    closed only later, so the garbage collector would wait for ever. Here a thread waits for them.
+    """
+
+    def __del__(self) -> None:
+        if not self.closed and not sys.is_finalizing():
+            threading.Thread(target=self.term, name="lmlive-context", daemon=True).start()
 
 
 def open_dealer(context: Context, url: str, *, connect_timeout: float) -> Dealer:

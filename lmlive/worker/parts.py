@@ -3,12 +3,11 @@
 import logging
 from collections import Counter
 
-import zmq
-
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import LMLiveError
 from lmlive.worker.crew import Crew
+from lmlive.worker.dealer import DroppableContext
 from lmlive.worker.enrollment import Enrollment
 from lmlive.worker.exchange import Exchange
 from lmlive.worker.gate import BreakerGate
@@ -45,7 +44,7 @@ class Parts:
         counters: Counter[str],
     ) -> None:
         clock = MonotonicClock()
-        context = zmq.Context()  # ended by the heartbeat thread, when both connections are closed
+        context = DroppableContext()  # ended by the heartbeat thread, when both connections are closed
         self.memory = memory
         self._crew = crew
         self._instance_id = enrollment.instance_id

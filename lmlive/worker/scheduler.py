@@ -8,7 +8,6 @@ immediate misses until the server answers quickly again. A server that went away
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 from collections import Counter
 from types import TracebackType
@@ -19,7 +18,6 @@ import zmq
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import (
-    ForkedProcess,
     InvalidArgument,
     LMLiveError,
     NotOwner,
@@ -33,12 +31,14 @@ from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, Unregis
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.blocks import count_tokens
 from lmlive.worker.crew import Crew
+from lmlive.worker.dealer import DroppableContext
 from lmlive.worker.gate import BreakerGate
 from lmlive.worker.hello import ServerFacts, say_hello
 from lmlive.worker.identity import check_identity, check_lease, check_url
 from lmlive.worker.link import Link
 from lmlive.worker.outcome import in_words, retrieve_reason
 from lmlive.worker.outlast import outlast
+from lmlive.worker.owner import Owner
 from lmlive.worker.prompt import Prompt
 from lmlive.worker.reply import Reply
 from lmlive.worker.results import LookupResult
@@ -82,7 +82,7 @@ class Scheduler:
         self._config = config or WorkerConfig()
         self._clock = MonotonicClock()
         self._secret = secrets.token_bytes(16)
-        self._pid = os.getpid()
+        self._owner = Owner("scheduler")
         self._counters: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._link: Link | None = None
@@ -170,11 +170,11 @@ class Scheduler:
             return False
 
     async def __aenter__(self) -> Self:
-        self._check_process()
+        self._owner.settle_here()
         if self._entered:
             raise WorkerClosed("a scheduler is entered once: make a new one")
         self._entered = True
-        self._context = zmq.Context()
+        self._context = DroppableContext()
         self._link = Link(self._context, self._url, connect_timeout=self._config.connect_timeout, clock=self._clock)
         self._gate = BreakerGate(self._ping, self._answered_at, self._clock)
         try:
@@ -202,8 +202,9 @@ class Scheduler:
 
         A server that does not answer is not waited for.
         """
-        if os.getpid() != self._pid:
+        if self._owner.elsewhere:
             return
+        self._owner.check()
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await outlast(self._closing)
@@ -360,11 +361,7 @@ class Scheduler:
         return self._link.answered_at if self._link is not None else float("-inf")
 
     def _usable(self) -> tuple[Link, BreakerGate]:
-        self._check_process()
+        self._owner.check()
         if self._context is None or self._link is None or self._gate is None:
             raise WorkerClosed("this scheduler is not open: use it within 'async with'")
         return self._link, self._gate
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("this scheduler belongs to the process that made it: make a new one here")

@@ -7,7 +7,6 @@ other: the engine's loop with its data connection, the heartbeat thread with the
 import asyncio
 import functools
 import logging
-import os
 import secrets
 import uuid
 from collections import Counter
@@ -18,7 +17,7 @@ from typing import Any, Self
 from lmlive.cache.layout import KVLayout
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
-from lmlive.errors import ForkedProcess, LMLiveError, WorkerClosed
+from lmlive.errors import LMLiveError, WorkerClosed
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import Blocks, Shape, check_blocks, check_deadline, count_tokens
 from lmlive.worker.crew import Crew
@@ -27,6 +26,7 @@ from lmlive.worker.identity import check_caches, check_identity, check_lease, ch
 from lmlive.worker.memory import WorkerMemory, prepare
 from lmlive.worker.order import Order
 from lmlive.worker.outlast import outlast
+from lmlive.worker.owner import Owner
 from lmlive.worker.parts import Parts
 from lmlive.worker.prompt import Prompt
 from lmlive.worker.results import BlockId, RetrieveResult, StoreResult
@@ -86,7 +86,7 @@ class Worker:
         self._url = url
         self._config = config or WorkerConfig()
         self._clock = MonotonicClock()
-        self._pid = os.getpid()
+        self._owner = Owner("worker")
         self._kv_caches = check_caches(kv_caches)
         self._layout_arguments: dict[str, Any] = {
             "block_tokens": block_tokens,
@@ -225,7 +225,7 @@ class Worker:
     # life
 
     async def __aenter__(self) -> Self:
-        self._check_process()
+        self._owner.settle_here()
         if self._entered:
             raise WorkerClosed("a worker is entered once: make a new one")
         self._entered = True
@@ -247,8 +247,9 @@ class Worker:
 
     async def close(self) -> None:
         """Wait for calls on their way, stop the heartbeat, unregister, close; idempotent, and complete if cancelled."""
-        if os.getpid() != self._pid:
+        if self._owner.elsewhere:
             return  # a forked child has nothing of its own here
+        self._owner.check()
         self._open = False
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -311,11 +312,7 @@ class Worker:
         return parts, blocks, self._clock.now() + self._config.request_timeout if end is None else end
 
     def _usable(self) -> Parts:
-        self._check_process()
+        self._owner.check()
         if not self._open or self._parts is None:
             raise WorkerClosed("this worker is not open: use it within 'async with'")
         return self._parts
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("this worker belongs to the process that made it: make a new one here")
