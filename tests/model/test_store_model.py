@@ -177,6 +177,13 @@ class StoreMachine(RuleBasedStateMachine):
     def claim(self, space: Namespace, length: int, owner: int, first: int, commit: bool) -> None:
         self._claim(space, KEYS[:length], owner, first, commit=commit)
 
+    @rule(owner=owners, then_sweep=st.booleans())
+    def fill(self, owner: int, then_sweep: bool) -> None:
+        for space in SPACES:
+            self._claim(space, KEYS, owner, 0, commit=True)
+        if then_sweep:
+            self.sweep()
+
     @rule(space=spaces, key=st.sampled_from(KEYS), owner=owners)
     def claim_one(self, space: Namespace, key: bytes, owner: int) -> None:
         self._claim(space, [key], owner, 0, commit=False)
@@ -341,10 +348,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.promises[lease] = Promise(scheduler, shares, self.now + SECONDS)
 
     @precondition(lambda self: self.promises)
-    @rule(pick=picks, space=spaces, length=lengths)
-    def load_with_lease(self, pick: int, space: Namespace, length: int) -> None:
+    @rule(pick=picks, space=spaces, length=lengths, promised=st.booleans())
+    def load_with_lease(self, pick: int, space: Namespace, length: int, promised: bool) -> None:
         lease = sorted(self.promises)[pick % len(self.promises)]
         promise = self.promises[lease]
+        if promised:
+            space = next(space for share in promise.shares.values() for space in share)
         chunks = self.leases.use(lease, space, KEYS[:length], self.now)
         share = promise.shares.get(space.rank, {})
         expected = share.get(space, [])[:length]
