@@ -1,7 +1,5 @@
 from typing import Any
 
-from typing import Any
-
 import msgpack
 import pytest
 
