@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.server import test_router as scenarios
+from tests.server import test_router, test_router_replies
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
 
@@ -16,7 +16,7 @@ uvloop.new_event_loop().close()  # what libuv opens once per process is not a te
 
 WITHOUT_ARGUMENTS: list[Scenario] = [
     scenario
-    for name, scenario in vars(scenarios).items()
+    for name, scenario in (vars(test_router) | vars(test_router_replies)).items()
     if name.startswith("test_") and inspect.iscoroutinefunction(scenario) and not inspect.signature(scenario).parameters
 ]
 
