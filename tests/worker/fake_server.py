@@ -4,6 +4,7 @@ By itself it answers like a server that knows one instance. A test changes what 
 what it says to a verb (``answers``), or whether it says anything (``hold``, ``ignore``).
 """
 
+import contextlib
 import os
 import socket
 import threading
@@ -227,7 +228,8 @@ class FakeServer:
         offer = Offer.decode(packet)
         self.offers.append((offer, len(fds)))
         if not self.stop_reading:
-            peer.send(Receipt(offer.first + len(fds)).encode())
+            with contextlib.suppress(BrokenPipeError):  # its peer may be gone by now
+                peer.send(Receipt(offer.first + len(fds)).encode())
         return True
 
     def _reply(self, router: zmq.Socket[bytes], request: Request) -> None:
