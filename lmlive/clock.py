@@ -5,7 +5,9 @@ that they move by hand.
 """
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
+
+_READINGS: Final = 3
 
 
 class Clock(Protocol):
@@ -19,6 +21,10 @@ class Clock(Protocol):
         """Give CLOCK_MONOTONIC in nanoseconds."""
         ...
 
+    def suspended(self) -> float:
+        """Give for how many seconds this machine slept until now, counted from any fixed beginning."""
+        ...
+
 
 class MonotonicClock:
     """The system's CLOCK_MONOTONIC."""
@@ -30,3 +36,18 @@ class MonotonicClock:
     def now_ns(self) -> int:
         """Give CLOCK_MONOTONIC in nanoseconds."""
         return time.monotonic_ns()
+
+    def suspended(self) -> float:
+        """Give how far CLOCK_BOOTTIME, which goes on while the machine sleeps, is ahead of CLOCK_MONOTONIC.
+
+        Both cannot be read at once. Of a few attempts the closest counts, so that being interrupted between two
+        readings does not look like sleep.
+        """
+        _, ahead = min(self._read_both() for _ in range(_READINGS))
+        return ahead / 1e9
+
+    def _read_both(self) -> tuple[int, int]:
+        before = time.monotonic_ns()
+        boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        after = time.monotonic_ns()
+        return after - before, boot - (before + after) // 2

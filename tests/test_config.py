@@ -43,7 +43,15 @@ OTHERS: dict[str, tuple[object, str, object]] = {
     "max_connections": (16, "16", 16),
     "log_format": ("json", "json", "json"),
     "log_level": ("debug", "debug", "DEBUG"),
+    "allow_uid": ([1000, 0], "1000, 0", (1000, 0)),
+    "curve_secret_key": ("/a/server.key_secret", "/a/server.key_secret", Path("/a/server.key_secret")),
+    "curve_authorized_keys": ("/a/keys", "/a/keys", Path("/a/keys")),
+    "insecure_bind": (True, "1", True),
 }
+
+KEYED: dict[str, Any] = {"curve_secret_key": "/a/server.key_secret"}
+# What a value needs beside it.
+BESIDE: dict[str, dict[str, Any]] = {"curve_authorized_keys": KEYED}
 
 REFUSED: list[tuple[str, object]] = [
     ("bind", "ipc://relative/path"),
@@ -116,11 +124,52 @@ REFUSED: list[tuple[str, object]] = [
     ("max_tokens", 255),
     ("log_format", "xml"),
     ("log_level", "LOUD"),
+    ("allow_uid", -1),
+    ("allow_uid", [1000, -1]),
+    ("allow_uid", [1000, 1000]),
+    ("allow_uid", 2**32 - 1),
+    ("allow_uid", True),
+    ("allow_uid", "root"),
+    ("allow_uid", "1.5"),
+    ("allow_uid", [1.5]),
+    ("allow_uid", None),
+    ("curve_secret_key", ""),
+    ("curve_secret_key", "/nul\0"),
+    ("curve_secret_key", 5),
+    ("curve_authorized_keys", ""),
+    ("curve_authorized_keys", 5),
+    ("curve_authorized_keys", "/a/without/a/secret/key"),
+    ("insecure_bind", 1),
+    ("insecure_bind", "yes"),
 ]
 
 
 def server(**settings: Any) -> ServerConfig:
     return ServerConfig(environ={}, **settings)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://*:1", "tcp://10.0.0.1:0", "tcp://example.org:1"]
+)
+def test_an_address_that_others_reach_needs_keys_or_a_word(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--curve-secret-key.*--insecure-bind") as caught:
+        server(bind=["ipc:///a/b", url])
+    assert caught.value.fields["value"] == url
+    with pytest.raises(ConfigError, match=r"^--bind: bind is"):
+        ServerConfig.from_args(["--bind", url], {})
+    assert server(bind=url, insecure_bind=True).bind_urls == (url,)
+    assert server(bind=url, **KEYED).bind_urls == (url,)
+    assert ServerConfig.from_args(["--bind", url, "--insecure-bind"], {}).insecure_bind
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "tcp://127.1.2.3:1", "tcp://[::1]:1", "tcp://localhost:1"])
+def test_loopback_needs_neither(url: str) -> None:
+    assert server(bind=url).bind_urls == (url,)
+
+
+def test_keys_do_not_open_http_to_others() -> None:
+    with pytest.raises(ConfigError, match="HTTP has no keys"):
+        server(http="0.0.0.0:1", insecure_bind=True, **KEYED)
 
 
 def test_defaults() -> None:
@@ -147,16 +196,22 @@ def test_every_setting_has_another_value_in_these_tests() -> None:
 def test_a_keyword_a_flag_a_variable_and_a_file_say_the_same(name: str, tmp_path: Path) -> None:
     keyword, text, kept = OTHERS[name]
     setting = IN_BUILD[name]
-    config = server(**{name: keyword})
+    beside = BESIDE.get(name, {})
+    config = server(**{name: keyword}, **beside)
     assert getattr(config, name) == kept
-    assert ServerConfig.from_env({setting.variable: text}) == config
-    flags = [f"--no-{name}"] if setting.kind.switch else []
-    if not flags:
+    environ = {SERVER[other].variable: value for other, value in beside.items()}
+    assert ServerConfig.from_env({setting.variable: text, **environ}) == config
+    flags: list[str] = []
+    for other, value in beside.items():
+        flags += [SERVER[other].flag, value]
+    if setting.kind.switch:
+        flags += [f"--no-{name}" if setting.default else setting.flag]
+    else:
         for part in text.split(", "):
             flags += [setting.flag, part]
     assert ServerConfig.from_args(flags, {}) == config
     file = tmp_path / "lmlive.toml"
-    file.write_text(f"{name} = {toml(keyword)}\n")
+    file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in {name: keyword, **beside}.items()))
     assert ServerConfig.from_file(file) == config
     assert ServerConfig.from_args(["--config", str(file)], {}) == config
     assert ServerConfig.from_env({"LMLIVE_CONFIG": str(file)}) == config
@@ -250,7 +305,7 @@ def test_settings_of_later_builds_say_so(name: str, tmp_path: Path, capsys: pyte
 
 
 def test_a_later_switch_that_is_off_is_fine() -> None:
-    assert ServerConfig.from_env({"LMLIVE_INSECURE_BIND": "0"}) == server()
+    assert ServerConfig.from_env({"LMLIVE_CHECKSUM": "0"}) == server()
 
 
 @pytest.mark.parametrize("device", ["cuda", "fake-cuda"])
@@ -286,6 +341,7 @@ def test_unknown_variables_warn_and_known_ones_do_not(caplog: pytest.LogCaptureF
         "LMLIVE_ALLOW_SHORT_TIMEOUTS": "0",
         "LMLIVE_FAKE_CUDA_FAULTS": "",
         "LMLIVE_CONFIG": "",
+        "LMLIVE_CURVE_SERVER_KEY": "x",
         "LMLIVE_CHUNK_TOKENS": "",
         "OTHER": "1",
     }

@@ -1,24 +1,32 @@
 """Says why nobody answers at an address, and what to do next.
 
-It only looks: at the socket's path, at the lock beside it, at the process that holds the lock. What it says may be
-outdated when it is read; nothing is decided by it.
+It only looks: at the socket's path, at the tether and the lock beside it, at the process that holds the lock. What it
+says may be outdated when it is read; nothing is decided by it.
 """
 
 import contextlib
 import fcntl
 import os
 import shlex
+import socket
 import stat
 from pathlib import Path
 from typing import Final
 
+from lmlive.errors import LMLiveError, NotOwner
+from lmlive.protocol.tether import MAX_PACKET_BYTES, decode_answer
+
 _DEFAULT_NAME: Final = "router.sock"
+_LOOK_SECONDS: Final = 0.5
 _OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def no_server(url: str) -> str:
     """Explain why nothing could be connected to an address."""
     path = _path_of(url)
+    refusal = None if path is None else _refusal(path)
+    if refusal is not None:
+        return f"refused by {url}: {refusal.message}"
     pid = None if path is None else _holder(path)
     if pid is not None:
         hint = _continue(pid) if _is_stopped(pid) else "see its log, or end it"
@@ -50,6 +58,18 @@ def _obstacle(path: Path) -> str:
     if not stat.S_ISSOCK(found.st_mode):
         return f"{path} is no socket"
     return "" if os.access(path, os.W_OK) else f"its socket belongs to uid {found.st_uid}: run this as that user"
+
+
+def _refusal(path: Path) -> NotOwner | None:
+    """Give what a server says over the tether beside its socket if it does not let this user in."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(_LOOK_SECONDS)
+            sock.connect(f"{path}.tether")
+            answer = decode_answer(sock.recv(MAX_PACKET_BYTES))
+    except (OSError, LMLiveError):  # nobody is there; or we are greeted, which is no answer
+        return None
+    return answer if isinstance(answer, NotOwner) else None
 
 
 def _where(url: str, path: Path | None) -> str:

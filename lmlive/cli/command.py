@@ -18,8 +18,9 @@ from lmlive.cli.absence import no_answer, no_server
 from lmlive.cli.health import complaints
 from lmlive.cli.summary import summarize
 from lmlive.clock import MonotonicClock
-from lmlive.config import ServerConfig
+from lmlive.config import ServerConfig, WorkerConfig
 from lmlive.errors import ConfigError, InvalidArgument, LMLiveError, RequestTimeout, ServerUnavailable
+from lmlive.protocol.handshake import is_refusal
 from lmlive.protocol.messages import Clear, Ping, Reap, Status, parse_reply
 from lmlive.protocol.verbs import Verb
 from lmlive.server.asker import Asker
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    with Asker(options.url, MonotonicClock()) as asker:
+    keys = options.config.read_keys(options.url)
+    with Asker(options.url, MonotonicClock(), keys) as asker:
         asker.hello(options.timeout)
         run: Callable[[Asker, argparse.Namespace], int] = options.run
         status = run(asker, options)
@@ -71,6 +73,10 @@ def _explain(error: LMLiveError, options: argparse.Namespace) -> int:
     match error:
         case InvalidArgument():
             return _fail(USAGE, f"{options.url_source}: {error.message}")
+        case ConfigError():
+            return _fail(USAGE, error.message)
+        case ServerUnavailable() if is_refusal(error):
+            return _fail(REFUSED, error.message)
         case ServerUnavailable():
             return _fail(REFUSED, no_server(options.url))
         case RequestTimeout():
@@ -193,6 +199,12 @@ def _parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Nam
     if options.command in LATER:
         parser.error(f"{options.command} is not in this build")
     options.url, options.url_source = _address(parser, options.url, environ)
+    try:
+        options.config = WorkerConfig(
+            curve_secret_key=options.curve_secret_key, curve_server_key=options.curve_server_key, environ=environ
+        )
+    except ConfigError as error:
+        parser.error(str(error))
     return options
 
 
@@ -210,6 +222,18 @@ def _add_common(parser: argparse.ArgumentParser, *, default_of: Callable[[object
         metavar="SECONDS",
         default=default_of(DEFAULT_TIMEOUT),
         help=f"patience with each answer ({DEFAULT_TIMEOUT:g})",
+    )
+    parser.add_argument(
+        "--curve-server-key",
+        metavar="FILE|KEY",
+        default=default_of(None),
+        help="public key of a tcp:// server that has one; without it LMLIVE_CURVE_SERVER_KEY",
+    )
+    parser.add_argument(
+        "--curve-secret-key",
+        metavar="FILE",
+        default=default_of(None),
+        help="our own certificate, where the server knows who may come; without it LMLIVE_CURVE_SECRET_KEY",
     )
 
 

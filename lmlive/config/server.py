@@ -16,9 +16,11 @@ from lmlive.config import sources
 from lmlive.config.addresses import (
     BIND_RULE,
     HTTP_RULE,
+    KEYLESS_RULE,
     SUFFIXES,
     bind_url,
     http_endpoint,
+    is_reached_from_elsewhere,
     split_loopback,
     unix_path,
 )
@@ -29,6 +31,7 @@ from lmlive.config.settings import (
     choice,
     count,
     directory,
+    file,
     later,
     parse_switch,
     refusal,
@@ -37,6 +40,7 @@ from lmlive.config.settings import (
     size,
     switch,
     texts,
+    uids,
 )
 from lmlive.errors import ConfigError
 
@@ -105,11 +109,19 @@ class ServerConfig:
     log_level: Setting[str, str] = Setting(
         "INFO", choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", fold=str.upper), "least level that is logged"
     )
+    allow_uid: Setting[int | Iterable[int | str], tuple[int, ...]] = Setting(
+        (), uids(), "other users who may use the unix sockets; without any, the server's own user alone"
+    )
+    curve_secret_key: Setting[str | Path | None, Path | None] = Setting(
+        None, file(), "certificate with the secret key of this server; with it, TCP takes only peers that know the key"
+    )
+    curve_authorized_keys: Setting[str | Path | None, Path | None] = Setting(
+        None, directory(), "public certificates of those who may come in over TCP; without it, whoever knows the key"
+    )
+    insecure_bind: Setting[bool, bool] = Setting(
+        False, switch(variable=True), "let TCP addresses that other machines reach be bound without keys"
+    )
     # Names of later builds: each is refused with a clear word instead of being unknown.
-    allow_uid: Setting[Sequence[int], tuple[int, ...]] = Setting((), later(many=True), "")
-    curve_secret_key: Setting[str | Path, str] = Setting("", later(), "")
-    curve_authorized_keys: Setting[str | Path, str] = Setting("", later(), "")
-    insecure_bind: Setting[bool, bool] = Setting(False, later(switch=True), "")
     checksum: Setting[bool, bool] = Setting(False, later(switch=True), "")
     pool_file: Setting[str | Path, str] = Setting("", later(), "")
     tier: Setting[str | Sequence[str], tuple[str, ...]] = Setting((), later(many=True), "")
@@ -127,6 +139,7 @@ class ServerConfig:
         object.__setattr__(self, "_origins", {})
         self._check_timeouts()
         self._check_paths()
+        self._check_keys()
         if self.max_tokens < self.chunk_tokens:
             rule = f"at least chunk_tokens ({self.chunk_tokens})"
             raise refusal(settings_of(type(self))["max_tokens"], self.max_tokens, rule)
@@ -149,6 +162,14 @@ class ServerConfig:
         if len(set(paths)) < len(paths):
             rule = f"paths that do not meet each other's {' and '.join(SUFFIXES)}, or the run dir's lock"
             raise refusal(settings["bind"], self.bind, rule)
+
+    def _check_keys(self) -> None:
+        settings = settings_of(type(self))
+        if self.curve_authorized_keys is not None and self.curve_secret_key is None:
+            raise refusal(settings["curve_authorized_keys"], str(self.curve_authorized_keys), "with curve_secret_key")
+        if self.curve_secret_key is None and not self.insecure_bind:
+            for url in filter(is_reached_from_elsewhere, self.bind):
+                raise refusal(settings["bind"], url, KEYLESS_RULE)
 
     def _check_timeouts(self) -> None:
         settings = settings_of(type(self))

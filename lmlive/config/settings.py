@@ -23,6 +23,7 @@ Kept = TypeVar("Kept")
 NOT_IN_BUILD = "not in this build"
 LONGEST_SECONDS = 100_000_000.0
 LARGEST_SIZE = 2**63 - 1
+LARGEST_UID = 2**32 - 2
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _UNITS = {
@@ -119,6 +120,7 @@ def settings_of(config: type) -> dict[str, Setting[Any, Any]]:
 
 def refusal(setting: Setting[Any, Any], value: object, rule: str) -> ConfigError:
     """Make the error of a value that breaks a rule."""
+    value = str(value) if isinstance(value, Path) else value
     shown = repr(value)
     if len(shown) > _SHOWN:
         shown = shown[:_SHOWN] + "..."
@@ -222,8 +224,39 @@ def texts(rule: str, check_each: Callable[[str], str], shown: str) -> Kind:
     return Kind(rule, check, parse=_parse_list, many=True, shown=shown)
 
 
+def uids() -> Kind:
+    """Make the kind of a list of user ids; one number alone is a list of one."""
+
+    def check(value: object) -> tuple[int, ...]:
+        items = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+        kept = tuple(_uid(item) for item in items)
+        if len(set(kept)) != len(kept):
+            raise ValueError
+        return kept
+
+    rule = f"user ids from 0 to {LARGEST_UID:,}, each once"
+    return Kind(rule, check, parse=_parse_list, many=True, shown="UID")
+
+
+def _uid(value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_UID:
+        raise ValueError
+    return value
+
+
+def file() -> Kind:
+    """Make the kind of an optional file."""
+    return _path("a path of a file", "FILE")
+
+
 def directory() -> Kind:
     """Make the kind of an optional directory."""
+    return _path("a path of a directory", "DIR")
+
+
+def _path(rule: str, shown: str) -> Kind:
 
     def check(value: object) -> Path | None:
         if value is None:
@@ -232,7 +265,7 @@ def directory() -> Kind:
             raise ValueError
         return Path(value).absolute()
 
-    return Kind("a path of a directory", check, shown="DIR")
+    return Kind(rule, check, shown=shown)
 
 
 def later(*, many: bool = False, switch: bool = False) -> Kind:

@@ -19,7 +19,15 @@ from lmlive.config.settings import Setting
 from lmlive.errors import ConfigError
 
 # Read elsewhere: known, and no settings of a server.
-OTHER_VARIABLES = frozenset({"LMLIVE_URL", "LMLIVE_CONFIG", "LMLIVE_ALLOW_SHORT_TIMEOUTS", "LMLIVE_FAKE_CUDA_FAULTS"})
+OTHER_VARIABLES = frozenset(
+    {
+        "LMLIVE_URL",
+        "LMLIVE_CONFIG",
+        "LMLIVE_ALLOW_SHORT_TIMEOUTS",
+        "LMLIVE_FAKE_CUDA_FAULTS",
+        "LMLIVE_CURVE_SERVER_KEY",
+    }
+)
 PREFIX = "LMLIVE_"
 
 Settings = Mapping[str, Setting[Any, Any]]

@@ -59,6 +59,9 @@ class Facts:
         mode: Who copies.
         device: Where its KV cache lies.
         evidence: Whether the kernel will tell of its exit.
+        host: Address of the other host that it registered from; None where it is this one, or not known.
+        connection: Number of the connection that it registered over, which may be another's by now; None where that
+            is not known.
         pid: Its process, as the kernel names it; None where it cannot.
         tether_open: Whether its tether stands.
     """
@@ -73,6 +76,8 @@ class Facts:
     mode: str = "none"
     device: str = "host"
     evidence: Evidence = Evidence.NONE
+    host: str | None = None
+    connection: int | None = None
     pid: int | None = None
     tether_open: bool = False
 
@@ -90,11 +95,13 @@ class Registration:
     """
 
     __slots__ = (
+        "connection",
         "device",
         "evidence",
         "fingerprint",
         "generation",
         "held",
+        "host",
         "instance_id",
         "mode",
         "model",
@@ -125,6 +132,8 @@ class Registration:
         self.mode = facts.mode
         self.device = facts.device
         self.evidence = facts.evidence
+        self.host = facts.host
+        self.connection = facts.connection
         self.pid = facts.pid
         self.tether_open = facts.tether_open
         self.registered_at = now
@@ -188,6 +197,7 @@ class SilenceWarning(NamedTuple):
         instance_id: Which instance.
         generation: Which registration of it.
         model: Its model.
+        host: Its host, if that is another one.
         pid: Its process, where the kernel names it.
         percent: The part of the budget that was passed: 25, 50 or 75.
         age: Its silence in seconds.
@@ -198,6 +208,7 @@ class SilenceWarning(NamedTuple):
     instance_id: int
     generation: int
     model: str
+    host: str | None
     pid: int | None
     percent: int
     age: float

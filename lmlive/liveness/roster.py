@@ -87,7 +87,7 @@ class Roster:
         """
         if not 0 < facts.instance_id <= HIGHEST_INSTANCE_ID:
             raise InvalidPayload("an instance id is from 1 to 2**63 - 1", instance_id=facts.instance_id)
-        if facts.secret_hash in self._ended:
+        if self.secret_ended(facts.secret_hash):
             raise UnknownInstance(
                 "this secret was ended by unregistering: make a new worker", instance_id=facts.instance_id
             )
@@ -109,6 +109,7 @@ class Roster:
         live = self._live.get(facts.instance_id)
         if live is not None and outcome is Outcome.REFRESHED:
             live.evidence, live.pid, live.tether_open = facts.evidence, facts.pid, facts.tether_open
+            live.host, live.connection = facts.host, facts.connection
             self.touch(live.instance_id, live.generation, now)
             return Registered(live, outcome, None)
         removal = None if live is None else self._remove(live, Reason.SUPERSEDED, now)
@@ -301,6 +302,7 @@ class Roster:
                     instance_id=live.instance_id,
                     generation=live.generation,
                     model=live.model,
+                    host=live.host,
                     pid=live.pid,
                     percent=live.warned,
                     age=silence,

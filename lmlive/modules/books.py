@@ -102,6 +102,7 @@ class Books:
         connections: Who said HELLO where.
         tethers: By secret hash.
         openings: By instance id.
+        channels: Instance id of the latest REGISTER, by the descriptor of its connection.
         targets: The embedder's own.
         state: "starting", "serving" or "draining".
         errors: Error replies, by the error's name.
@@ -131,6 +132,7 @@ class Books:
     connections: Connections = field(default_factory=lambda: Connections(4096))
     tethers: dict[bytes, TetherRecord] = field(default_factory=dict)
     openings: dict[int, Opening] = field(default_factory=dict)
+    channels: dict[int, int] = field(default_factory=dict)
     state: str = "starting"
     errors: Counter[str] = field(default_factory=Counter)
     tether_path: str | None = None

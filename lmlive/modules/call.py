@@ -9,7 +9,7 @@ Loop thread only; a lane never sees a ``Call``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lmlive.errors import InternalError
 from lmlive.liveness.watch import Moment
@@ -20,6 +20,18 @@ Body = TypeVar("Body")
 
 Answer = Callable[["Call", list[object] | bytes | None, BaseException | None], None]
 """Sends the reply of a call: its payload, packed already or not, or the error."""
+
+
+class Source(NamedTuple):
+    """Where a message came from.
+
+    Args:
+        connection: The descriptor of its connection, as libzmq told it.
+        host: The address of the other host; None where it is this one, or not known.
+    """
+
+    connection: int
+    host: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,23 @@ class Call:
 
     Attributes:
         message: The request's body, once it was checked.
+        source: Where a REGISTER came from; None for other verbs.
         answered: Whether the reply went out.
         deferred: Whether the answer comes later, from neither admit nor settle.
     """
 
-    __slots__ = ("_answer", "_twice", "answered", "connection", "deferred", "header", "message", "moment", "peer")
+    __slots__ = (
+        "_answer",
+        "_twice",
+        "answered",
+        "connection",
+        "deferred",
+        "header",
+        "message",
+        "moment",
+        "peer",
+        "source",
+    )
 
     def __init__(  # noqa: PLR0917 - one caller makes it
         self,
@@ -68,6 +92,7 @@ class Call:
         self.peer = peer
         self.header = header
         self.message: Request | None = None
+        self.source: Source | None = None
         self.moment = moment
         self.connection = connection
         self.answered = False

@@ -25,6 +25,7 @@ from lmlive.liveness.evidence import Evidence
 from lmlive.liveness.roster import Facts, Outcome, Registration
 from lmlive.modules.books import Books, Opening
 from lmlive.modules.call import Call
+from lmlive.modules.channels import note_channel
 from lmlive.modules.entries import ContextEntry
 from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Lane, Work
@@ -50,6 +51,7 @@ def admit_register(books: Books, call: Call) -> Work | None:
     layout = read_layout(books, message)
     facts = _read_facts(call, message, tether)
     outcome = books.roster.would(facts)
+    note_channel(books, call.source, facts.instance_id)
     opening = books.openings.get(facts.instance_id)
     if opening is not None:
         same = opening.secret_hash == facts.secret_hash and opening.fingerprint == facts.fingerprint
@@ -137,6 +139,7 @@ def _enroll(books: Books, call: Call, facts: Facts, *, mapped_bytes: int = 0) ->
             "generation": registration.generation,
             "model": registration.model,
             "rank": registration.rank,
+            "host": registration.host,
             "pid": registration.pid,
             "mode": registration.mode,
             "evidence": registration.evidence.value,
@@ -164,6 +167,8 @@ def _read_facts(call: Call, message: Register, tether: TetherRecord | None) -> F
         rank=message.rank,
         world_size=message.world_size,
         mode="server_driven" if message.groups else "none",
+        host=None if call.source is None else call.source.host,
+        connection=None if call.source is None else call.source.connection,
     )
     return _with_evidence(facts, tether)
 

@@ -47,6 +47,7 @@ def remove(books: Books, removal: Removal, ended: Exit | None = None) -> Context
         "reason": reason,
         "model": registration.model,
         "rank": registration.rank,
+        "host": registration.host,
         "pid": registration.pid,
         "silent_for": round(removal.age, 3),
     }
@@ -59,7 +60,7 @@ def remove(books: Books, removal: Removal, ended: Exit | None = None) -> Context
         return entry
     facts["reaped_before"] = removal.reaped_before
     if ended is not None:
-        facts |= {"exit_status": ended.status, "exit_signal": ended.signal}
+        facts |= {"exit_status": ended.status, "exit_signal": ended.signal, "oom_killed": ended.oom_killed}
     note(log, logging.WARNING, "reaped", facts)
     books.emit("reaped", **facts)
     return entry

@@ -20,6 +20,7 @@ from lmlive.config import ServerConfig
 from lmlive.errors import ConfigError, LMLiveError
 from lmlive.server import logs
 from lmlive.server.assembly import check_extras
+from lmlive.server.curve import door_keys
 from lmlive.server.server import LivenessServer
 
 CLEAN, FAILED, BAD_FLAGS, CUT_OFF = 0, 1, 2, 3
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = ServerConfig.from_args(sys.argv[1:] if argv is None else argv, warn=warnings.append)
         check_extras(config)
+        door_keys(config)
     except ConfigError as error:
         for text in warnings:  # one of them may be why it is refused
             log.warning("%s", text)

@@ -24,7 +24,9 @@ from lmlive.liveness.roster import Roster
 from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.liveness.watch import Watch
 from lmlive.modules.books import Books, Cancel, Connections
+from lmlive.modules.channels import connection_lost
 from lmlive.modules.entries import Entries
+from lmlive.server.curve import DoorKeys
 from lmlive.server.discards import Discards
 from lmlive.server.dispatcher import Dispatcher
 from lmlive.server.lanes import Lanes
@@ -45,6 +47,7 @@ class Parts:
         clock: Reads the time.
         targets: The embedder's own.
         backend: Opens device memory; the one that ``config.device`` names without.
+        keys: For TCP; None: it is open.
         make_door: Makes the router in place of ``Router``; then there is neither run directory nor tether.
         status: Reads the whole status; gives what makes one map of it.
     """
@@ -57,6 +60,7 @@ class Parts:
         clock: Clock,
         targets: Sequence[InstanceLivenessTarget],
         backend: DeviceBackend | None,
+        keys: DoorKeys | None,
         make_door: MakeDoor | None,
         status: Callable[[], Callable[[], dict[str, object]]],
     ) -> None:
@@ -67,7 +71,7 @@ class Parts:
             hold=config.worker_alive_hold_seconds,
         )
         store = ChunkStore(Arena(config.pool_bytes))
-        self.run_dir = RunDir(config.run_path) if make_door is None else None
+        self.run_dir = RunDir(config.run_path, shared=bool(config.allow_uid)) if make_door is None else None
         self._listening: dict[str, socket.socket] = {}
         self.lanes = Lanes(loop, register_threads=config.register_threads, transfer_threads=config.transfer_threads)
         self.discards = Discards(self.lanes)
@@ -95,7 +99,10 @@ class Parts:
             on_batch_end=self.dispatcher.end_batch,
             max_message_bytes=config.max_message_bytes,
             max_connections=config.max_connections,
+            on_lost=partial(connection_lost, self.books),
             listening=self._listening,
+            keys=keys,
+            uids=frozenset({os.geteuid(), *config.allow_uid}) if config.allow_uid else frozenset(),
         )
         self.dispatcher.answer_over(self.door)
         self.books.readmit = self.dispatcher.readmit

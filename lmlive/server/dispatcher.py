@@ -70,8 +70,8 @@ _ANSWERED_WHILE_STARTING = frozenset({Verb.HELLO, Verb.PING, Verb.STATUS})
 _REFUSED_WHILE_DRAINING = frozenset(
     {Verb.REGISTER, Verb.STORE, Verb.RETRIEVE, Verb.LOOKUP, Verb.PREPARE_STORE, Verb.PREPARE_RETRIEVE}
 )
-_OVER_UNIX_ONLY = frozenset({Verb.REAP, Verb.CLEAR})
-"""They change what is everybody's: the unix socket's mode is the credential for them, and TCP here has none."""
+_WITH_CREDENTIAL = frozenset({Verb.REAP, Verb.CLEAR})
+"""They change what is everybody's: a unix socket's mode is the credential for them, and over TCP keys are."""
 _PING = int(Verb.PING)
 _KNOWN_VERBS = {int(verb): verb for verb in Verb}
 _WITHOUT_DEADLINE = frozenset({Verb.HELLO, Verb.PING})
@@ -179,6 +179,8 @@ class Dispatcher:
                 books.roster.touch(header.instance_id, header.generation, moment, prove=header.code == _PING)
             verb = self._check(frames, header)
             call.message = parse_request(verb, decode_body(frames[0]))
+            if verb is Verb.REGISTER and self._outbox is not None:
+                call.source = self._outbox.source
         except LMLiveError as error:
             call.fail(error)
             return
@@ -201,8 +203,10 @@ class Dispatcher:
             raise ServerStarting("the server is getting its memory: come again", retry_after=RETRY_AFTER)
         if state == "draining" and verb in _REFUSED_WHILE_DRAINING:
             raise _draining()
-        if verb in _OVER_UNIX_ONLY and self._outbox is not None and not self._outbox.from_unix:
-            raise NotOwner(f"{verb.name} is not served over TCP: ask over the unix socket of this server")
+        if verb in _WITH_CREDENTIAL and self._outbox is not None and not self._outbox.has_credential:
+            raise NotOwner(
+                f"{verb.name} is not served over TCP without keys: ask over this server's unix socket, or with keys"
+            )
         self._check_form(frames, header)
         return verb
 

@@ -2,13 +2,13 @@
 
 The descriptor (pidfd) is what counts: it fires when the whole process is gone, and a pid that is used again cannot
 confuse it. Three ways lead to one, best first: the kernel puts it beside the packet (SCM_PIDFD), it names whoever
-connected (SO_PEERPIDFD), or it is opened by pid and checked by the process's start time. A pid of 0 says nothing: the
-process lives in another pid namespace, and its descriptor works all the same.
+connected (SO_PEERPIDFD), or it is opened by pid and checked by the process's start time. The latter two need to know
+that the sender is who connected, and only its pid can tell. A pid of 0 says nothing: the process lives in another pid
+namespace. Then a descriptor that came beside the packet works all the same, and without one there is no evidence.
 
 Loop thread only; nothing here waits.
 """
 
-import fcntl
 import os
 import socket
 import struct
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from lmlive.liveness.evidence import Exit
+from lmlive.server.exits import start_time
 
 SO_PASSPIDFD: Final = 76
 SO_PEERPIDFD: Final = 77
@@ -24,12 +24,6 @@ SCM_PIDFD: Final = 4
 
 _INT: Final = struct.Struct("i")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
-_START_TIME_FIELD: Final = 19  # of /proc/<pid>/stat, counted from the one after the command
-_EXIT_CODE_FIELD: Final = 49
-
-_INFO: Final = struct.Struct("QQ11Ii")  # mask, cgroup, pid and other ids, how it ended
-_INFO_EXIT: Final = 1 << 3
-_GET_INFO: Final = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # PIDFD_GET_INFO; its exit part since 6.15
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(64 * _INT.size) + 2 * socket.CMSG_SPACE(_CREDENTIALS.size)
 """Room beside one packet: 64 descriptors, the sender's credentials, its pidfd."""
@@ -70,17 +64,31 @@ class Sender:
                 os.close(fd)
 
 
-def ask_for_sender(sock: socket.socket) -> None:
-    """Have the kernel say who sends each packet, from the next one on."""
+def ask_for_sender(sock: socket.socket) -> int | None:
+    """Have the kernel say who sends each packet, from the next one on.
+
+    Returns:
+        When the process that connected was started, in the kernel's ticks, where its pidfd may have to be opened by
+        number later on; None where the kernel gives better, or does not name it.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSPIDFD, 1)
     except OSError:  # an older kernel
-        return
+        pid, _ = _peer(sock)
+        return None if pid is None else start_time(pid)
+    return None
 
 
-def read_sender(sock: socket.socket, ancillary: Ancillary, sender: Sender) -> None:
-    """Read what came beside a packet; what ``sender`` holds is its owner's to close, however this ends."""
+def read_sender(sock: socket.socket, ancillary: Ancillary, sender: Sender, started: int | None) -> None:
+    """Read what came beside a packet; what ``sender`` holds is its owner's to close, however this ends.
+
+    Args:
+        sock: Where it came.
+        ancillary: What came beside it.
+        sender: Takes it all.
+        started: What ``ask_for_sender`` gave.
+    """
     for level, kind, content in ancillary:
         if level != socket.SOL_SOCKET:
             continue
@@ -92,73 +100,47 @@ def read_sender(sock: socket.socket, ancillary: Ancillary, sender: Sender) -> No
             sender.pid = pid or None
         elif kind == SCM_PIDFD and len(content) >= _INT.size:
             sender.pidfd = max(_INT.unpack_from(content)[0], -1)
-    _ask_about_peer(sock, sender)
+    _ask_about_peer(sock, sender, started)
 
 
-def _ask_about_peer(sock: socket.socket, sender: Sender) -> None:
-    """Fill in from the connection what did not come beside the packet."""
+def peer_uid(sock: socket.socket) -> int:
+    """Give the user of whoever connected."""
+    return _peer(sock)[1]
+
+
+def _peer(sock: socket.socket) -> tuple[int | None, int]:
+    """Give pid and uid of whoever connected."""
     content = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(content)
+    return pid or None, uid
+
+
+def _ask_about_peer(sock: socket.socket, sender: Sender, started: int | None) -> None:
+    """Fill in from the connection what did not come beside the packet."""
+    pid, uid = _peer(sock)
     if sender.uid is None:
-        sender.uid, sender.pid = uid, pid or None
-    if sender.pidfd < 0 and sender.pid == (pid or None):  # else the sender is not who connected
-        try:
-            sender.pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-        except OSError:  # an older kernel, or the process is gone
-            sender.pidfd = -1
-    if sender.pidfd < 0 and sender.pid is not None:
-        sender.pidfd = open_by_pid(sender.pid)
+        sender.uid, sender.pid = uid, pid
+    if sender.pidfd >= 0 or pid is None or sender.pid != pid:  # the sender may be another than who connected
+        return
+    try:
+        sender.pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:  # an older kernel, or the process is gone
+        sender.pidfd = -1
+    if sender.pidfd < 0 and started is not None:
+        sender.pidfd = open_by_pid(pid, started)
 
 
-def open_by_pid(pid: int) -> int:
-    """Open a pidfd by number; -1 where the process is gone or the number changed hands meanwhile."""
-    before = start_time(pid)
+def open_by_pid(pid: int, started: int) -> int:
+    """Open a pidfd by number; -1 where the process is gone, or the number is another process's by now.
+
+    Whoever has the number and was started when the connection's process was had the number all the time between, and
+    so sent whatever came from that number meanwhile.
+    """
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return -1
-    if before is None or start_time(pid) != before:
+    if start_time(pid) != started:
         os.close(pidfd)
         return -1
     return pidfd
-
-
-def start_time(pid: int) -> int | None:
-    """Give when a process started, in the kernel's ticks; None where there is none."""
-    fields = _read_stat(pid)
-    return int(fields[_START_TIME_FIELD]) if len(fields) > _START_TIME_FIELD else None
-
-
-def read_exit(pidfd: int, pid: int | None) -> Exit:
-    """Tell how a process ended, as far as the kernel says: by its pidfd once it was reaped, by its pid before."""
-    content = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
-    code: int | None = None
-    try:
-        fcntl.ioctl(pidfd, _GET_INFO, content)
-        found = _INFO.unpack(content)
-        code = found[-1] if found[0] & _INFO_EXIT else None
-    except (OSError, ValueError):  # an older kernel, or no pidfd
-        code = None
-    if code is None and pid is not None:
-        fields = _read_stat(pid)
-        if len(fields) > _EXIT_CODE_FIELD and fields[0] == b"Z":  # whoever started it did not ask yet
-            code = int(fields[_EXIT_CODE_FIELD])
-    if code is None:
-        return Exit(pid, None, None)
-    killed = code & 0x7F
-    return Exit(pid, None, killed) if killed else Exit(pid, code >> 8 & 0xFF, None)
-
-
-def _read_stat(pid: int) -> list[bytes]:
-    """Give the fields of /proc/<pid>/stat after the command; none where there is no such process."""
-    try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        text = os.pread(fd, 4096, 0)  # from memory: nothing here waits
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
-    return text.rpartition(b")")[2].split()

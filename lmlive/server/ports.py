@@ -6,6 +6,7 @@ Protocols alone, each in one place, so that a part can be tested with a stand-in
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from lmlive.modules.call import Source
 from lmlive.modules.handler import Work
 
 
@@ -13,8 +14,13 @@ class Outbox(Protocol):
     """Where replies go, and where requests came from."""
 
     @property
-    def from_unix(self) -> bool:
-        """Whether the message that is being taken came over a unix socket."""
+    def has_credential(self) -> bool:
+        """Whether the message that is being taken came over a unix socket, or over TCP with keys."""
+        ...
+
+    @property
+    def source(self) -> Source | None:
+        """Where the message that is being taken came from; None where that is not known."""
         ...
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
@@ -50,6 +56,11 @@ class Door(Outbox, Backlog, Protocol):
     @property
     def handshake_failures(self) -> int:
         """Peers that spoke another protocol, or were refused."""
+        ...
+
+    @property
+    def most_connections(self) -> int:
+        """How many connections there may be; once it is open, no more than there are descriptors for."""
         ...
 
     def open(self) -> None:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from lmlive.liveness.roster import Reason, Registration, SilenceWarning
-from lmlive.liveness.watch import STEP_LIMIT, Moment
+from lmlive.liveness.watch import PRESENT, Absence, Moment
 from lmlive.modules.books import Books
 from lmlive.modules.events import note
 from lmlive.modules.removal import remove, tell
@@ -22,6 +22,9 @@ from lmlive.server.ports import Backlog
 log = logging.getLogger("lmlive.server")
 
 LONGEST_TICK = 1.0
+
+LONG_STALL = 1.0
+"""Seconds: a server that was away for longer says so."""
 
 FIRST_WARNING = 25
 """Per cent of its budget at which a silent instance is suspect."""
@@ -50,10 +53,9 @@ class Reaper:
         self._door = door
         self._sweep = sweep
         self._task: asyncio.Task[None] | None = None
-        self._last_tick: float | None = None
         self._scan_due = books.clock.now() + books.policy.scan_interval
         self._catching_up = False
-        self._catch_up_by = 0.0
+        self._catch_up_by = 0.0  # of running time: no absence, however long, brings it nearer than a tick does
 
     @property
     def last_scan_age(self) -> float | None:
@@ -88,17 +90,19 @@ class Reaper:
         """Advance the watch, and do what is due."""
         books = self._books
         now = books.clock.now()
-        late = self._last_tick is not None and now - self._last_tick > STEP_LIMIT * self.interval
-        self._last_tick = now
         caught_up = self._door.take_caught_up()
-        moment = books.watch.advance(now, caught_up=caught_up)
+        moment = books.watch.advance(now, caught_up=caught_up, suspended=books.clock.suspended())
+        absence = books.watch.absence
+        away = absence is not PRESENT
+        if away:
+            self._tell_absence(absence)
         books.sweep()
         self._sweep()
-        if late and not self._catching_up:
-            # Whatever was read since the last tick was read before the stall: only a later answer counts.
+        if away and not self._catching_up:
+            # Whatever was read since the last tick was read before the absence: only a later answer counts.
             self._catching_up = True
-            self._catch_up_by = now + books.policy.scan_interval
-        if self._catching_up and (late or not caught_up) and now < self._catch_up_by:
+            self._catch_up_by = moment.running + books.policy.scan_interval
+        if self._catching_up and (away or not caught_up) and moment.running < self._catch_up_by:
             return
         self._catching_up = False
         if now >= self._scan_due:
@@ -126,11 +130,18 @@ class Reaper:
                 if reaped is not None:
                     remove(books, reaped)
 
+    def _tell_absence(self, absence: Absence) -> None:
+        if absence.suspended:
+            log.warning("suspended seconds=%.3f: the machine slept", absence.suspended)
+        if absence.stalled >= LONG_STALL and not self._catching_up:
+            log.warning("stalled seconds=%.3f: nobody is judged before all is read", absence.stalled)
+
     def _warn(self, warning: SilenceWarning) -> None:
         facts: dict[str, object] = {
             "instance_id": str(warning.instance_id),
             "generation": warning.generation,
             "model": warning.model,
+            "host": warning.host,
             "pid": warning.pid,
             "percent": warning.percent,
             "silent_for": round(warning.age, 3),
@@ -146,6 +157,7 @@ class Reaper:
             "instance_id": str(registration.instance_id),
             "generation": registration.generation,
             "model": registration.model,
+            "host": registration.host,
             "pid": registration.pid,
             "silent_for": round(self._books.roster.silence(registration, moment), 3),
         }

@@ -15,7 +15,6 @@ Loop thread only.
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -23,9 +22,12 @@ from typing import Final
 
 import zmq
 
+from lmlive.modules.call import Source
+from lmlive.server.curve import DoorKeys
+from lmlive.server.door import Doorkeeper
 from lmlive.server.lanes import in_thread
 from lmlive.server.outgoing import HIGH_WATER, KEPT, PEER_BYTES, Outgoing
-from lmlive.server.sockets import NOBLOCK, Doorkeeper, bind, configure, seed_routing_ids
+from lmlive.server.sockets import NOBLOCK, address_of, bind, configure, is_unix, seed_routing_ids, user_of
 
 MAX_FRAMES: Final = 64
 """A message may have as many frames; of a longer one ``on_message`` gets the first 65, the rest is thrown away."""
@@ -36,7 +38,6 @@ OnMessage = Callable[[bytes, list[bytes]], None]
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _LARGE_BYTES: Final = 65_536
-_UNIX_PEER: Final = re.compile(r"[^:]*:\d+:\d+:\d+")  # no address of TCP has four parts without an empty one
 
 logger = logging.getLogger("lmlive.server")
 
@@ -55,6 +56,7 @@ class Router:
         on_batch_end: Called after each pass that read something, so that hand-offs are flushed together.
         max_message_bytes: What the protocol allows; libzmq cuts off a peer that sends a frame of twice that.
         max_connections: More are refused in their handshake.
+        on_lost: Told of each connection that ended, by the number of its descriptor, which the next one may have.
         budget: Messages read in one pass; a large one counts for several.
         high_water: Messages that libzmq queues for one peer, in each direction.
         outbox: Replies kept for one peer whose queue is full.
@@ -62,6 +64,8 @@ class Router:
         linger: Seconds that replies have to leave at close.
         listening: For each ipc address, the socket that listens there (``RunDir.stream`` makes them); libzmq owns it
             once it is bound.
+        keys: What TCP asks for; None: nothing.
+        uids: Who may come in by a unix socket; none: whom the file system lets.
     """
 
     def __init__(
@@ -72,12 +76,15 @@ class Router:
         on_batch_end: Callable[[], None] | None = None,
         max_message_bytes: int = 1 << 20,
         max_connections: int = 4096,
+        on_lost: Callable[[int], None] | None = None,
         budget: int = 64,
         high_water: int = HIGH_WATER,
         outbox: int = KEPT,
         outbox_bytes: int = PEER_BYTES,
         linger: float = 0.5,
         listening: Mapping[str, socket.socket] = MappingProxyType({}),
+        keys: DoorKeys | None = None,
+        uids: frozenset[int] = frozenset(),
     ) -> None:
         self.urls: tuple[str, ...] = tuple(urls)
         self.caught_up = False
@@ -85,10 +92,13 @@ class Router:
         self.bad_frames = 0
         self.handler_errors = 0
         self._listening = listening
+        self._keys = keys
+        self._uids = uids
         self._on_message = on_message
         self._on_batch_end = on_batch_end
         self._max_message_bytes = max_message_bytes
         self._max_connections = max_connections
+        self._on_lost = on_lost
         self._budget = budget
         self._high_water = high_water
         self._linger = linger
@@ -127,7 +137,7 @@ class Router:
 
     @property
     def handshake_failures(self) -> int:
-        """Peers that did not get past the handshake: strangers' protocols, and those over the limit."""
+        """Peers that did not come in: other protocols, wrong keys or users, and those over the limit."""
         return self._door.handshake_failures
 
     @property
@@ -141,11 +151,30 @@ class Router:
         return self._door.closings
 
     @property
-    def from_unix(self) -> bool:
-        """Whether the message that ``on_message`` is taking came over a unix socket; False where none is taken."""
+    def has_credential(self) -> bool:
+        """Whether the message that ``on_message`` is taking came by a unix socket or with keys; False for none."""
         if not self._reached_over_tcp:
             return True
-        return self._frame is not None and _UNIX_PEER.fullmatch(_address_of(self._frame)) is not None
+        frame = self._frame
+        return frame is not None and (is_unix(address_of(frame)) or self._door.knows(user_of(frame)))
+
+    @property
+    def source(self) -> Source | None:
+        """Where the message that ``on_message`` is taking came from; None where none is taken."""
+        if self._frame is None:
+            return None
+        self._door.look()  # of an earlier connection with the same number the end is told first
+        address = address_of(self._frame)
+        try:
+            connection = int(self._frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # it has none
+            return None
+        return Source(connection, None if is_unix(address) else address or None)
+
+    @property
+    def most_connections(self) -> int:
+        """How many connections there may be; once it is open, no more than there are descriptors for."""
+        return self._max_connections if self._fd < 0 else self._door.limit
 
     def open(self) -> None:
         """Bind every address and begin to read.
@@ -159,8 +188,10 @@ class Router:
         sock = context.socket(zmq.ROUTER)
         with contextlib.ExitStack() as undo:
             undo.callback(context.destroy, 0)
-            configure(sock, high_water=self._high_water, max_frame_bytes=2 * self._max_message_bytes)
-            self._door = Doorkeeper(self._loop, sock, self._max_connections)
+            frame = 2 * self._max_message_bytes
+            configure(sock, high_water=self._high_water, max_frame_bytes=frame, uids=self._uids)
+            keys, uids = self._keys, self._uids
+            self._door = Doorkeeper(self._loop, sock, self._max_connections, self._on_lost, keys=keys, uids=uids)
             undo.callback(self._door.close)
             self.urls = tuple(self._bind(sock, url) for url in self.urls)
             undo.pop_all()
@@ -174,7 +205,7 @@ class Router:
         self._schedule()
 
     def _bind(self, sock: zmq.Socket[bytes], url: str) -> str:
-        url = bind(sock, url, self._listening)
+        url = bind(sock, url, self._listening, self._keys)
         self._door.look()
         return url
 
@@ -313,11 +344,3 @@ class Router:
         self._recheck_scheduled = False
         if self._fd >= 0 and int(self._sock.getsockopt(_EVENTS)) & _POLLIN:
             self._on_readable()
-
-
-def _address_of(frame: zmq.Frame) -> str:
-    """Give what libzmq knows of a frame's sender: an address for TCP, host:uid:gid:pid for a unix socket."""
-    try:
-        return str(frame.get("Peer-Address"))
-    except zmq.ZMQError:  # nothing
-        return ""

@@ -2,7 +2,9 @@
 
 Not a transport: it makes the listening sockets and gives them away. The rule it keeps: a path is bound or unlinked
 only while this process holds the lock of that path, so two servers never take a socket from each other, and what a
-killed one left behind never stops a start. A socket is born with mode 0600, and the process's umask is not touched.
+killed one left behind never stops a start. A socket is born with its mode, and the process's umask is not touched: 0600
+in a directory of 0700, or, where other users are let in, 0666 in one of 0711. Then a socket keeps nobody out, and
+whoever accepts there asks the kernel whose connection it is.
 
 Not for the loop thread: all of it asks the file system. One thread at a time, any.
 """
@@ -10,6 +12,7 @@ Not for the loop thread: all of it asks the file system. One thread at a time, a
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -19,9 +22,13 @@ from pathlib import Path
 from lmlive.config.addresses import UNIX_PATH_BYTES
 from lmlive.errors import StartError
 
+log = logging.getLogger("lmlive.server")
+
 _BACKLOG = 1024
 _FIRST_BACKLOG = 8
 _OTHERS_WRITE = 0o022
+_PRIVATE = 0o700
+_SHARED = 0o711
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -90,11 +97,14 @@ class RunDir:
     at the fork, so that a server's successor never finds them held by a child that outlived it.
 
     Args:
-        path: The directory; made with mode 0700 if it is missing, its parent is not.
+        path: The directory; made if it is missing, its parent is not.
+        shared: Let other users reach the sockets; whoever accepts there must look who they are.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:
         self.path = Path(path).absolute()
+        self._shared = shared
+        self._mode = _SHARED if shared else _PRIVATE
         self._pid = os.getpid()
         self._fd = -1
         self._locks: dict[Path, Lock] = {}
@@ -117,7 +127,7 @@ class RunDir:
             _check_parent(self.path)
             try:
                 with contextlib.suppress(FileExistsError):
-                    self.path.mkdir(mode=0o700)
+                    self.path.mkdir(mode=_PRIVATE)
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
             except OSError as error:
                 strange = error.errno in (errno.ELOOP, errno.ENOTDIR)
@@ -139,7 +149,11 @@ class RunDir:
             StartError: The path is in use or cannot be bound.
         """
         self._lock(path)
-        return self._bind(path, socket.SOCK_STREAM, _FIRST_BACKLOG)
+        sock = self._bind(path, socket.SOCK_STREAM, _FIRST_BACKLOG)
+        barrier = _barrier(path) if self._shared else None
+        if barrier is not None:
+            log.warning("other users may not reach %s: %s lets them not through (chmod o+x)", path, barrier)
+        return sock
 
     def tether(self, path: Path) -> socket.socket:
         """Give a listening SEQPACKET socket at ``<path>.tether``, under the lock of ``path``.
@@ -173,11 +187,15 @@ class RunDir:
             raise StartError(f"the run directory {self.path} belongs to uid {found.st_uid}: choose another")
         if found.st_mode & (_OTHERS_WRITE | stat.S_ISVTX):
             raise StartError(f"the run directory {self.path} is writable for others: chmod 700 it, or choose another")
-        if found.st_mode & 0o077:
-            # Ours and merely readable, as a service manager makes it. One that holds other things is not narrowed.
-            if {path.name for path in self.path.iterdir()} - {"lock"}:
-                raise StartError(f"the run directory {self.path} is open to others: chmod 700 it, or choose another")
-            os.fchmod(self._fd, 0o700)
+        mode = stat.S_IMODE(found.st_mode)
+        # Ours and merely readable, as a service manager makes it. One that holds other things is not narrowed, unless
+        # a server left it so.
+        if mode & 0o077 and mode != _SHARED and {path.name for path in self.path.iterdir()} - {"lock"}:
+            raise StartError(
+                f"the run directory {self.path} is open to others: chmod {self._mode:o} it, or choose another"
+            )
+        if mode != self._mode:
+            os.fchmod(self._fd, self._mode)
 
     def _lock(self, path: Path) -> None:
         name = path.with_name(f"{path.name}.lock")
@@ -192,8 +210,11 @@ class RunDir:
         sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             _remove_stale(path, kind)
-            os.fchmod(sock.fileno(), 0o600)  # Linux gives the name the socket's own mode: it is never wider
+            # Linux gives the name the socket's own mode, less the umask: it is never wider.
+            os.fchmod(sock.fileno(), 0o600)
             sock.bind(os.fspath(path))
+            if self._shared:
+                path.chmod(0o666)
             self._bound[path] = _identity(path)
             sock.listen(backlog)
         except OSError as error:
@@ -229,6 +250,14 @@ def _check_parent(path: Path) -> None:
         raise StartError(f"cannot use {path}: {path.parent} is no directory", path=str(path))
     if parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
         raise StartError(f"cannot use {path}: any user may rename things in {path.parent}", path=str(path))
+
+
+def _barrier(path: Path) -> Path | None:
+    """Give the first directory on the way to a path through which not everybody may go."""
+    for parent in reversed(path.absolute().parents):
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            return parent
+    return None
 
 
 def _remove_stale(path: Path, kind: socket.SocketKind) -> None:

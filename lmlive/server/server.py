@@ -22,6 +22,7 @@ from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.modules.handler import Lane
 from lmlive.modules.removal import remove
 from lmlive.server.assembly import Parts, check_extras
+from lmlive.server.curve import DoorKeys, door_keys, open_doors
 from lmlive.server.lanes import in_thread
 from lmlive.server.ports import MakeDoor
 from lmlive.server.status import ServerStatus, Snapshot, read_status
@@ -132,7 +133,7 @@ class LivenessServer:
         """Start, and return when it serves; a start that fails leaves nothing behind.
 
         Raises:
-            ConfigError: A setting needs what is not installed.
+            ConfigError: A setting needs what is not installed, or a file that cannot be used.
             StartError: It was started before, or something it needs cannot be had.
         """
         if self.state is not State.NEW:
@@ -154,12 +155,14 @@ class LivenessServer:
         config = self.config
         if config.short_timeouts:
             log.warning("short timeouts are allowed by LMLIVE_ALLOW_SHORT_TIMEOUTS: for tests alone")
+        keys = await _to_the_end(partial(door_keys, config))
         parts = Parts(
             config,
             epoch=self.epoch,
             clock=self._clock,
             targets=self._targets,
             backend=self._backend,
+            keys=keys,
             make_door=self._make_door,
             status=lambda: self._read_status().to_dict,
         )
@@ -174,15 +177,15 @@ class LivenessServer:
         self._stack.callback(parts.dispatcher.answer_over, None)
         parts.door.open()
         self._parts = parts
-        if any(url.startswith("tcp://") for url in self.urls):
-            log.warning("tcp without keys: every user of this machine may register, look up and ask for the status")
-        parts.tethers.open()
+        for warning in open_doors(self.urls, keys):
+            log.warning("%s", warning)
+        parts.tethers.open(parts.door.most_connections)
         # From here on peers are answered, most of them with ServerStarting.
         parts.reaper.start()
         self._stack.push_async_callback(parts.reaper.stop)
         whole = await in_thread(partial(pool.populate, self._goes_on))
         if config.http_address is not None:
-            await self._open_http(*config.http_address)
+            await self._open_http(*config.http_address, keys)
         if not whole or self.state is not State.STARTING:
             raise StartError("the server was closed while it started")
         parts.books.pool = pool.view
@@ -199,10 +202,11 @@ class LivenessServer:
         """Tell whether the start was not given up meanwhile; asked in the thread that populates the pool."""
         return self.state is State.STARTING
 
-    async def _open_http(self, host: str, port: int) -> None:
+    async def _open_http(self, host: str, port: int, keys: DoorKeys | None) -> None:
         from lmlive.server.http.http_server import HttpServer  # noqa: PLC0415 - aiohttp is heavy, and an extra
 
-        server = HttpServer(lambda: self._read_status().to_dict, lambda: self.url, host, port, self._clock)
+        ours = None if keys is None else keys.for_ourselves
+        server = HttpServer(lambda: self._read_status().to_dict, lambda: self.url, host, port, self._clock, keys=ours)
         self._stack.push_async_callback(server.close)
         self.http_url = await server.start()
 

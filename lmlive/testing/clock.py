@@ -10,6 +10,7 @@ class ManualClock:
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
+        self._suspended = 0.0
 
     def __repr__(self) -> str:
         """Show the time."""
@@ -22,6 +23,20 @@ class ManualClock:
     def now_ns(self) -> int:
         """Give the time in nanoseconds."""
         return round(self._now * 1e9)
+
+    def suspended(self) -> float:
+        """Give for how many seconds the machine slept."""
+        return self._suspended
+
+    def suspend(self, seconds: float) -> None:
+        """Let the machine sleep: as on Linux, this clock stands still meanwhile.
+
+        Raises:
+            ValueError: Nobody sleeps for less than no time.
+        """
+        if seconds < 0:
+            raise ValueError(f"a machine does not sleep for {seconds} s")
+        self._suspended += seconds
 
     def advance(self, seconds: float) -> float:
         """Move it forward and give the new time.

@@ -176,7 +176,9 @@ class MemoryRouter:
         self.closings = 0
         self.handler_errors = 0
         self.handshake_failures = 0
-        self.from_unix = True
+        self.has_credential = True
+        self.source = None
+        self.most_connections = int(settings.get("max_connections", 4096))
         self.dealers: dict[bytes, MemoryDealer] = {}
         self.network = network
         self._on_message = on_message

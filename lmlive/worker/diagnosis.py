@@ -21,5 +21,17 @@ def refused_by_files(url: str) -> NotOwner | None:
 
 
 def _refusal(path: str) -> NotOwner:
-    uid = os.geteuid()
-    return NotOwner(f"uid {uid} may not use {path}: run both as one user, or let the server allow it", uid=uid)
+    uid, owner = os.geteuid(), _owner(Path(path))
+    whose = "" if owner is None else f" of uid {owner}"
+    detail = f"uid {uid} may not use {path}{whose}: run both as one user, or start the server with --allow-uid {uid}"
+    return NotOwner(detail, uid=uid, owner=owner)
+
+
+def _owner(path: Path) -> int | None:
+    """Give whose a path is, or the nearest directory above it that lets itself be seen."""
+    for one in (path, *path.parents):
+        try:
+            return one.stat().st_uid
+        except OSError:
+            continue
+    return None

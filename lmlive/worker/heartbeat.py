@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
 from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError
+from lmlive.protocol.handshake import is_refusal
 from lmlive.worker.cell import NOWHERE, Cell, Health, Next
 from lmlive.worker.dealer import Context
 from lmlive.worker.diagnosis import refused_by_files
@@ -188,7 +189,7 @@ class Heartbeat:
                 if self._config.heartbeat_start == "register":
                     await self._begin()
                 return None
-            if isinstance(error, FATAL):
+            if isinstance(error, FATAL) or is_refusal(error):
                 return error
             retry_after = error.fields.get("retry_after")
             pause = retry_after if isinstance(retry_after, float) else min(2 * pause, _MOST_RETRY)
@@ -275,7 +276,7 @@ class Heartbeat:
                 log.info("recovered instance_id=%d", self._instance_id)
         else:
             log.log(
-                logging.ERROR if isinstance(error, FATAL) else logging.WARNING,
+                logging.ERROR if isinstance(error, FATAL) or is_refusal(error) else logging.WARNING,
                 "not recovered instance_id=%d reason=%s",
                 self._instance_id,
                 in_words(error),

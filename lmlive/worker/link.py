@@ -33,8 +33,9 @@ from lmlive.errors import (
 )
 from lmlive.protocol.codec import REPLY, decode_header, encode_request
 from lmlive.protocol.verbs import Verb
+from lmlive.worker.connection import Connection
 from lmlive.worker.deadlines import Deadlines
-from lmlive.worker.dealer import LINGER_MS, QUEUE, Context, Dealer, open_dealer
+from lmlive.worker.dealer import QUEUE, Context, Dealer
 from lmlive.worker.reply import Reply, read_reply, unanswered
 
 LATE: Final = 4096
@@ -71,6 +72,8 @@ class Link:
         connect_timeout: Patience with one attempt to connect over TCP.
         clock: For deadlines, which are seconds of CLOCK_MONOTONIC.
 
+    A server that does not let us in ends what is not sent with its reason, and is tried again every second.
+
     Attributes:
         answered_at: When the last reply came.
         late_replies: Replies that came after their request was given up.
@@ -96,7 +99,17 @@ class Link:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._pump_due = False
+        self._closed = True
+        self._refusal: LMLiveError | None = None
         self._socket: Dealer | None = None
+        self._connection = Connection(
+            context,
+            url,
+            connect_timeout=connect_timeout,
+            clock=self._clock,
+            on_readable=self._pump,
+            on_socket=self._on_socket,
+        )
 
     def __repr__(self) -> str:
         """Tell the state."""
@@ -111,20 +124,17 @@ class Link:
     def open(self) -> None:
         """Connect, in the background, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._socket = open_dealer(self._context, self._url, connect_timeout=self._connect_timeout)
-        self._fd = self._socket.fileno()
-        self._loop.add_reader(self._fd, self._pump)
-        self._pump_soon()
+        self._connection.open()
+        self._closed = False
 
     def close(self) -> None:
         """End every request with ``WorkerClosed`` and close the socket; idempotent."""
-        socket, self._socket = self._socket, None
-        if socket is None or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid:
             return
+        self._closed, self._socket = True, None
         if self._timer is not None:
             self._timer.cancel()
-        self._loop.remove_reader(self._fd)
-        socket.close(LINGER_MS)
+        self._connection.close()
         for request in list(self._pending.values()):
             self._end(request, unanswered(WorkerClosed("closed while the request was on its way"), sent=request.sent))
         self._outbox.clear()
@@ -191,8 +201,10 @@ class Link:
         if not self._outbox and self._send(request):
             self._arm(deadline, request_id)
             self._look_again()
-        elif self._socket is None:
+        elif self._closed:
             self._end(request, unanswered(WorkerClosed("this connection was closed"), sent=False))
+        elif self._refusal is not None:
+            self._end(request, unanswered(self._refusal, sent=False))
         elif self._is_full():
             self._end(request, unanswered(self._overflow(), sent=False))
         else:
@@ -209,6 +221,15 @@ class Link:
                 self._end(request, unanswered(error, sent=True))
         for request_id in [key for key, (sent_to, _) in self._late.items() if sent_to == epoch]:
             del self._late[request_id]
+
+    def _on_socket(self, socket: Dealer | None, refusal: LMLiveError | None) -> None:
+        """Use another socket; if the server refuses us, whatever is not sent ends, with the reason."""
+        self._socket, self._refusal = socket, refusal
+        self._pump_soon()
+        if refusal is not None:
+            self._outbox.clear()
+            for request in [request for request in self._pending.values() if not request.sent]:
+                self._end(request, unanswered(refusal, sent=False))
 
     # out
 
@@ -314,7 +335,7 @@ class Link:
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, float("inf")
-        if self._socket is None:
+        if self._closed:
             return
         # A loop that was late runs its timers before it reads: what has come by now was in time.
         self._pump()

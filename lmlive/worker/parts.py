@@ -5,6 +5,7 @@ from collections import Counter
 
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
+from lmlive.config.keys import ClientKeys
 from lmlive.errors import LMLiveError
 from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import DroppableContext
@@ -29,6 +30,7 @@ class Parts:
         crew: For what takes long; closed by ``close``.
         unsettled: Told of every retrieve and every server.
         config: Patience.
+        keys: With which to connect over TCP; None: without.
         counters: Counted into.
     """
 
@@ -41,10 +43,12 @@ class Parts:
         crew: Crew,
         unsettled: Unsettled,
         config: WorkerConfig,
+        keys: ClientKeys | None,
         counters: Counter[str],
     ) -> None:
         clock = MonotonicClock()
         context = DroppableContext()  # ended by the heartbeat thread, when both connections are closed
+        context.keys = keys
         self.memory = memory
         self._crew = crew
         self._instance_id = enrollment.instance_id

@@ -7,6 +7,7 @@ immediate misses until the server answers quickly again. A server that went away
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections import Counter
@@ -27,6 +28,7 @@ from lmlive.errors import (
     StaleEpoch,
     WorkerClosed,
 )
+from lmlive.protocol.handshake import is_refusal
 from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, Unregister, parse_reply
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.blocks import count_tokens
@@ -58,7 +60,8 @@ class Scheduler:
     """Looks up how long a stored prefix is, and leases it.
 
     **Lifecycle**: ``async with``, once. Entering waits up to ``request_timeout`` for the server, and enters without it
-    all the same; ``VersionError`` and a refused uid raise. ``close`` ends the connection, and with it the leases.
+    all the same; ``VersionError``, a refused uid and refused keys raise. ``close`` ends the connection, and with it the
+    leases.
 
     **Concurrency**: the event loop that entered it owns it. A forked child gets ``ForkedProcess``.
 
@@ -174,7 +177,10 @@ class Scheduler:
         if self._entered:
             raise WorkerClosed("a scheduler is entered once: make a new one")
         self._entered = True
+        read = functools.partial(self._config.read_keys, self._url)
+        keys = await self._crew.run(read) if self._config.wants_keys(self._url) else None
         self._context = DroppableContext()
+        self._context.keys = keys
         self._link = Link(self._context, self._url, connect_timeout=self._config.connect_timeout, clock=self._clock)
         self._gate = BreakerGate(self._ping, self._answered_at, self._clock)
         try:
@@ -307,7 +313,7 @@ class Scheduler:
             try:
                 await self._meet()
             except LMLiveError as error:
-                if isinstance(error, _FATAL):
+                if isinstance(error, _FATAL) or is_refusal(error):
                     self._refusal = error
                     self._met.set()
                 log.info("no server for the scheduler url=%s reason=%s", self._url, in_words(error))

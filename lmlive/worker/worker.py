@@ -19,7 +19,7 @@ from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import LMLiveError, WorkerClosed
 from lmlive.protocol.verbs import Verb
-from lmlive.worker.blocks import Blocks, Shape, check_blocks, check_deadline, count_tokens
+from lmlive.worker.blocks import Shape, check_blocks, check_deadline, count_tokens
 from lmlive.worker.crew import Crew
 from lmlive.worker.enrollment import Enrollment, check_layout
 from lmlive.worker.identity import check_caches, check_identity, check_lease, check_url
@@ -43,12 +43,12 @@ class Worker:
     ``InvalidArgument`` at once, wrong layouts raise when entering.
 
     **Lifecycle**: ``async with``, once. Entering registers, for up to ``request_timeout``; without a server it enters
-    all the same, unhealthy, and registers when the server appears. ``InvalidLayout``, ``VersionError``, ``NotOwner``
-    and a refused uid raise; so does ``ConfigError`` where the config says ``mode="server_driven"`` and the server
-    cannot map this worker's memory (with "auto" that is liveness only, and one warning). ``close`` waits for calls on
-    their way, stops the heartbeat, unregisters, closes. Memory that the server may still write into is named by
-    ``unsettled_blocks``, also after ``close``; where the server says that its release is pending, it is kept alive
-    until this process ends.
+    all the same, unhealthy, and registers when the server appears. ``InvalidLayout``, ``VersionError``, ``NotOwner``,
+    a refused uid and refused keys (``ServerUnavailable`` with a ``reason``) raise; so does ``ConfigError`` where a key
+    cannot be read, or the config says ``mode="server_driven"`` and the server cannot map this worker's memory (with
+    "auto" that is liveness only, and one warning). ``close`` waits for calls on their way, stops the heartbeat,
+    unregisters, closes. Memory that the server may still write into is named by ``unsettled_blocks``, also after
+    ``close``; where the server says that its release is pending, it is kept alive until this process ends.
 
     **Concurrency**: the event loop that entered it owns it. ``instance_id``, ``generation``, ``healthy``,
     ``unsettled_blocks`` and ``stats`` may be read from any thread. A forked child gets ``ForkedProcess``.
@@ -176,9 +176,17 @@ class Worker:
             salt: Keeps tenants apart.
             deadline: Seconds of ``time.monotonic()``; ``request_timeout`` from now if None.
         """
-        parts, blocks, end = self._begin(token_ids, block_ids, skip_tokens, deadline)
-        prompt = Prompt(token_ids, blocks.tokens, adapter, salt)
-        order = Order(verb=Verb.STORE, prompt=prompt, blocks=blocks, deadline=end)
+        parts = self._usable()
+        order = self._order(
+            Verb.STORE,
+            token_ids,
+            block_ids,
+            skip_tokens=skip_tokens,
+            adapter=adapter,
+            salt=salt,
+            deadline=deadline,
+        )
+        parts.heart.begin()
         return await parts.transfers.store(order)
 
     async def retrieve(
@@ -206,10 +214,18 @@ class Worker:
             deadline: As for ``store``.
             lease: Of a lookup of the same prompt.
         """
-        parts, blocks, end = self._begin(token_ids, block_ids, skip_tokens, deadline)
-        blocks.check_written_once()
-        prompt = Prompt(token_ids, blocks.tokens, adapter, salt)
-        order = Order(verb=Verb.RETRIEVE, prompt=prompt, blocks=blocks, lease=check_lease(lease), deadline=end)
+        parts = self._usable()
+        order = self._order(
+            Verb.RETRIEVE,
+            token_ids,
+            block_ids,
+            skip_tokens=skip_tokens,
+            adapter=adapter,
+            salt=salt,
+            deadline=deadline,
+            lease=lease,
+        )
+        parts.heart.begin()
         return await parts.transfers.retrieve(order)
 
     async def ping(self) -> bool:
@@ -256,6 +272,8 @@ class Worker:
         await outlast(self._closing)
 
     async def _enter(self) -> LMLiveError | None:
+        read = functools.partial(self._config.read_keys, self._url)
+        keys = await self._crew.run(read) if self._config.wants_keys(self._url) else None
         memory = WorkerMemory()
         if any(self._kv_caches):
             layout = KVLayout.from_tensors(self._kv_caches, **self._layout_arguments)
@@ -271,6 +289,7 @@ class Worker:
                 crew=self._crew,
                 unsettled=self._unsettled,
                 config=self._config,
+                keys=keys,
                 counters=self._counters,
             )
         except BaseException:
@@ -302,14 +321,31 @@ class Worker:
                 len(self._unsettled.blocks),
             )
 
-    def _begin(self, token_ids: Any, block_ids: Any, skip_tokens: Any, deadline: Any) -> tuple[Parts, Blocks, float]:
-        """Check what store and retrieve have in common; the first of them starts the heartbeat."""
-        parts = self._usable()
+    def _order(
+        self,
+        verb: Verb,
+        token_ids: Any,
+        block_ids: Any,
+        *,
+        skip_tokens: Any,
+        adapter: str,
+        salt: str,
+        deadline: Any,
+        lease: Any = None,
+    ) -> Order:
+        """Check the arguments of a store or retrieve; any thread."""
         tokens = count_tokens(token_ids)
         end = check_deadline(deadline)
         blocks = check_blocks(self._shapes, block_ids, tokens, skip_tokens)
-        parts.heart.begin()
-        return parts, blocks, self._clock.now() + self._config.request_timeout if end is None else end
+        if verb is Verb.RETRIEVE:
+            blocks.check_written_once()
+        return Order(
+            verb=verb,
+            prompt=Prompt(token_ids, tokens, adapter, salt),
+            blocks=blocks,
+            lease=check_lease(lease),
+            deadline=self._clock.now() + self._config.request_timeout if end is None else end,
+        )
 
     def _usable(self) -> Parts:
         self._owner.check()

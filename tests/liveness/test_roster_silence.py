@@ -241,12 +241,12 @@ def test_warnings_at_each_quarter_once(roster: Roster) -> None:
 
 def test_a_warning_says_what_to_change(roster: Roster) -> None:
     proven(roster, facts(pid=41))
-    roster.register(facts(8, model="n"), at(0.0))
+    roster.register(facts(8, model="n", host="10.0.0.3"), at(0.0))
     (first,) = roster.scan(at(31.0)).warnings
-    assert first == (7, 1, "m", 41, 25, 31.0, TIMEOUT, "worker_reap_timeout_seconds")
+    assert first == (7, 1, "m", None, 41, 25, 31.0, TIMEOUT, "worker_reap_timeout_seconds")
     roster.touch(7, 1, at(901.0))
     (second,) = roster.scan(at(901.0)).warnings
-    assert second == (8, 2, "n", None, 25, 901.0, GRACE, "worker_registration_grace_seconds")
+    assert second == (8, 2, "n", "10.0.0.3", None, 25, 901.0, GRACE, "worker_registration_grace_seconds")
 
 
 def test_exactly_a_quarter_is_not_suspect(roster: Roster) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlive.liveness.watch import Moment, Watch
+from lmlive.liveness.watch import LEAST_SLEEP, PRESENT, Absence, Moment, Watch
 
 # Multiples of 1/64 s are exact in floats, so that the properties need no tolerance.
 seconds = st.integers(0, 64 * 300).map(lambda count: count / 64)
@@ -131,3 +131,47 @@ def test_a_healthy_server_watches_all_the_time(interval: float) -> None:
     watch = started(interval)
     for tick in range(1, 101):
         assert watch.advance(tick * interval, caught_up=True) == Moment(tick * interval, tick * interval)
+
+
+def test_what_was_missed_in_a_late_step_is_told_until_the_next() -> None:
+    watch = started()
+    assert watch.absence == PRESENT
+    watch.advance(61.5, caught_up=True)
+    assert watch.absence == Absence(stalled=60.0, suspended=0.0)
+    watch.advance(62.5, caught_up=True)
+    assert watch.absence == PRESENT
+
+
+def test_sleep_of_the_machine_is_told_counted_and_adds_no_time() -> None:
+    watch = Watch(1.0)
+    watch.advance(0.0, caught_up=True, suspended=5000.0)
+    assert watch.advance(1.0, caught_up=True, suspended=5000.0) == Moment(1.0, 1.0)
+    assert (watch.suspends, watch.absence) == (0, PRESENT)
+    assert watch.advance(2.0, caught_up=True, suspended=5090.0) == Moment(2.0, 2.0)
+    assert watch.absence == Absence(stalled=0.0, suspended=90.0)
+    assert (watch.suspends, watch.suspended_seconds, watch.late_ticks) == (1, 90.0, 0)
+    assert watch.advance(3.0, caught_up=True, suspended=5090.0) == Moment(3.0, 3.0)
+    assert (watch.suspends, watch.absence) == (1, PRESENT)
+
+
+def test_the_inaccuracy_of_two_clocks_is_no_sleep() -> None:
+    watch = started()
+    for tick in range(1, 100):
+        watch.advance(tick, caught_up=True, suspended=(tick % 2) * LEAST_SLEEP * 0.9)
+    assert (watch.suspends, watch.suspended_seconds) == (0, 0.0)
+
+
+@given(intervals, st.lists(st.tuples(seconds, st.booleans(), seconds), max_size=30))
+def test_sleep_never_changes_what_is_counted(interval: float, steps: list[tuple[float, bool, float]]) -> None:
+    awake, sleepy = started(interval), started(interval)
+    now = slept = 0.0
+    sleeps = 0
+    for step, caught_up, sleep in steps:
+        now += step
+        slept += sleep
+        sleeps += sleep >= LEAST_SLEEP
+        moment = awake.advance(now, caught_up=caught_up)
+        assert sleepy.advance(now, caught_up=caught_up, suspended=slept) == moment
+        assert sleepy.absence.stalled == awake.absence.stalled == max(step - 1.5 * interval, 0.0)
+    assert sleepy.late_ticks == awake.late_ticks
+    assert sleepy.suspends >= sleeps  # short ones may add up to one

@@ -69,15 +69,15 @@ def test_a_reap_is_one_warning_that_counts_earlier_ones(caplog: pytest.LogCaptur
     reap(registry)
     registry.register(**BARE)
     caplog.clear()
-    reap(registry, Reason.EXIT, Exit(41, None, 9))
+    reap(registry, Reason.EXIT, Exit(None, 9, oom_killed=True))
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "reaped instance_id=7 generation=2 reason=exit" in record.getMessage()
     assert "reaped_before=1" in record.getMessage()
-    assert "exit_signal=9" in record.getMessage()
+    assert "exit_signal=9 oom_killed=True" in record.getMessage()
     event = registry.books.events.after(0, 100)[-1]
     assert event["kind"] == "reaped"
     assert event["instance_id"] == "7"
-    assert event["exit_signal"] == 9
+    assert (event["exit_status"], event["exit_signal"], event["oom_killed"]) == (None, 9, True)
 
 
 def test_what_is_no_verdict_is_removed_and_not_reaped() -> None:

@@ -44,6 +44,9 @@ class Hasty:
     def now(self) -> float:
         return self._clock.now()
 
+    def suspended(self) -> float:
+        return 0.0
+
     def now_ns(self) -> int:
         now_ns = self._clock.now_ns()
         self._clock.advance(0.4)

@@ -5,6 +5,7 @@ from typing import Any
 
 from lmlive.errors import LMLiveError, from_wire
 from lmlive.liveness.target import InstanceLivenessTarget
+from lmlive.modules.call import Source
 from lmlive.modules.handler import Admit, Work
 from lmlive.protocol.codec import Header, decode_body, decode_header, encode_request
 from lmlive.protocol.verbs import Verb
@@ -19,7 +20,8 @@ class Outbox:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, bytes]] = []
         self.batches = 0
-        self.from_unix = True
+        self.has_credential = True
+        self.source: Source | None = None
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
         [frame] = frames

@@ -26,10 +26,12 @@ PATIENCE = 10.0
 class Raw:
     """One connection."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **options: bytes) -> None:
         self._context = zmq.asyncio.Context()
         self._sock = self._context.socket(zmq.DEALER)
         self._sock.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            setattr(self._sock, name, value)
         self._sock.connect(url)
         self._numbers = count(1)
 

@@ -74,7 +74,7 @@ async def answering(*urls: str, run_dir: Path | None = None, **settings: Any) ->
 
 
 @contextlib.asynccontextmanager
-async def dealers(url: str, count: int = 1, **options: int) -> AsyncIterator[list[zmq.asyncio.Socket]]:
+async def dealers(url: str, count: int = 1, **options: int | bytes) -> AsyncIterator[list[zmq.asyncio.Socket]]:
     """Connect peers."""
     context = zmq.asyncio.Context()
     try:

@@ -177,7 +177,7 @@ async def test_a_deadline_before_the_beginning_of_time_is_refused() -> None:
 async def test_over_tcp_nobody_reaps_or_clears() -> None:
     house = House()
     house.registry.register(**BARE)
-    house.outbox.from_unix = False
+    house.outbox.has_credential = False
     requests: list[tuple[Verb, list[object]]] = [(Verb.REAP, [7, None]), (Verb.CLEAR, [None])]
     for verb, payload in requests:
         house.ask(verb, payload)
@@ -187,7 +187,7 @@ async def test_over_tcp_nobody_reaps_or_clears() -> None:
     assert house.books.roster.tracked == 1
     house.ask(Verb.EVENTS, [0, 1])
     assert house.reply()[0].code == 0
-    house.outbox.from_unix = True
+    house.outbox.has_credential = True
     house.ask(*requests[0])
     assert house.reply()[1] == [True]
 

@@ -3,55 +3,10 @@ import asyncio
 import pytest
 
 from lmlive.liveness.target import InstanceLivenessTarget
-from lmlive.server.reaper import Reaper, tick_interval
+from lmlive.server.reaper import tick_interval
 from tests.conftest import eventually
-from tests.modules.registry import BARE, Registry
-
-
-class Door:
-    """A router whose queue is as a test says."""
-
-    def __init__(self) -> None:
-        self.caught_up = True
-
-    def take_caught_up(self) -> bool:
-        return self.caught_up
-
-
-class Watchman:
-    """A reaper whose ticks a test makes."""
-
-    def __init__(self, targets: tuple[InstanceLivenessTarget, ...] = ()) -> None:
-        self.registry = Registry(targets)
-        self.books = self.registry.books
-        self.door = Door()
-        self.sweeps = 0
-        self.reaper = Reaper(self.books, self.door, self._sweep)
-
-    def _sweep(self) -> None:
-        self.sweeps += 1
-
-    def pass_time(self, seconds: float, *, step: float = 1.0) -> None:
-        """Tick regularly for so long."""
-        for _ in range(round(seconds / step)):
-            self.registry.clock.advance(step)
-            self.reaper.tick()
-
-    def stall(self, seconds: float) -> None:
-        """Tick once, late."""
-        self.registry.clock.advance(seconds)
-        self.reaper.tick()
-
-    def ping(self, instance_id: int = 7) -> None:
-        generation = self.books.roster.generation_of(instance_id)
-        self.books.roster.touch(instance_id, generation, self.books.moment(), prove=True)
-
-    @property
-    def tracked(self) -> int:
-        return self.books.roster.tracked
-
-    def last_event(self) -> dict[str, object]:
-        return self.books.events.after(0, 1000)[-1]
+from tests.modules.registry import BARE
+from tests.server.watchman import Watchman
 
 
 def test_the_tick_is_short_enough_to_notice_a_stall() -> None:
@@ -78,73 +33,6 @@ def test_who_never_pinged_has_the_grace() -> None:
     assert watch.tracked == 1
     watch.pass_time(31)
     assert watch.last_event()["reason"] == "never_pinged"
-
-
-def test_a_stopped_server_reaps_no_live_worker() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    watch.ping()
-    watch.pass_time(30)
-    watch.stall(100_000)
-    watch.pass_time(89)
-    assert watch.tracked == 1
-    watch.pass_time(31)
-    assert watch.tracked == 0
-
-
-def test_after_a_stall_nothing_is_judged_before_what_waited_was_read() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    watch.pass_time(29)
-    watch.ping()
-    watch.pass_time(120)
-    # The late tick has a scan due, finds its worker over the budget, and was caught up: before the stall, that is.
-    watch.stall(300)
-    assert watch.tracked == 1
-    # The ping that came during the stall is behind others in the queue.
-    watch.door.caught_up = False
-    watch.pass_time(20)
-    assert watch.tracked == 1
-    watch.ping()
-    watch.door.caught_up = True
-    watch.pass_time(1)
-    assert watch.reaper.last_scan_age == 0.0
-    watch.pass_time(60)
-    assert watch.tracked == 1
-
-
-def test_who_is_silent_after_a_stall_is_judged_once_all_is_read() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    watch.pass_time(29)
-    watch.ping()
-    watch.pass_time(120)
-    watch.stall(300)
-    watch.pass_time(1)
-    assert watch.tracked == 0
-
-
-def test_an_endless_flood_pardons_the_dead_for_one_budget_only() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    watch.ping()
-    watch.door.caught_up = False
-    watch.pass_time(120 + 120)
-    assert watch.tracked == 1
-    watch.pass_time(31)
-    assert watch.tracked == 0
-
-
-def test_stalls_do_not_shelter_the_dead() -> None:
-    watch = Watchman()
-    watch.registry.register(**BARE)
-    watch.ping()
-    seconds = 0.0
-    while watch.tracked and seconds < 240:
-        watch.pass_time(2)
-        watch.stall(1.6)
-        seconds += 3.6
-    assert watch.tracked == 0
 
 
 def test_a_proven_process_is_held_and_said_so_once() -> None:
@@ -249,3 +137,46 @@ async def test_the_task_ticks_and_survives_a_broken_tick(caplog: pytest.LogCaptu
     await asyncio.sleep(0)
     assert watch.sweeps == seen
     assert "tick failed" in caplog.text
+
+
+def test_a_warning_names_everything_that_an_operator_needs(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watchman()
+    watch.registry.tether(pid=41)
+    watch.registry.register(**BARE)
+    live = watch.books.roster.get(7)
+    assert live is not None
+    live.host = "10.0.0.3"
+    watch.ping()
+    watch.pass_time(60)
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("silent")]
+    assert line == (
+        "silent instance_id=7 generation=1 model=m host=10.0.0.3 pid=41 percent=25 silent_for=60.0 budget=120.0 "
+        "setting=worker_reap_timeout_seconds"
+    )
+    suspected = watch.last_event()
+    assert (suspected["kind"], suspected["reason"], suspected["host"]) == ("suspect", "silence", "10.0.0.3")
+
+
+def test_suspicion_is_taken_back_and_comes_again() -> None:
+    watch = Watchman()
+    watch.registry.register(**BARE)
+    watch.ping()
+    watch.pass_time(60)
+    watch.ping()
+    live = watch.books.roster.get(7)
+    assert live is not None
+    assert not live.suspect
+    watch.pass_time(60)
+    assert watch.registry.kinds() == ["registered", "suspect", "suspect"]
+
+
+def test_a_reap_says_why_after_how_long_and_how_often_before(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watchman()
+    for _ in range(2):
+        watch.registry.register(**BARE)
+        watch.ping()
+        watch.pass_time(150)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reaped")]
+    assert len(lines) == 2
+    assert all("reason=silence" in line and "silent_for=150.0" in line for line in lines)
+    assert [line.rpartition(" ")[2] for line in lines] == ["reaped_before=0", "reaped_before=1"]

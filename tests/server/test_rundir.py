@@ -282,3 +282,34 @@ def test_a_forked_child_keeps_neither_lock_nor_socket_and_takes_nothing_away(run
         ours.close()
         theirs.close()
         owned.close()
+
+
+def test_where_others_are_let_in_they_reach_the_sockets_and_nothing_else(run_dir: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        shared = RunDir(run_dir, shared=True)
+        shared.open()
+        stream, tether = shared.stream(run_dir / "router.sock"), shared.tether(run_dir / "router.sock")
+    finally:
+        os.umask(before)
+    assert run_dir.stat().st_mode & 0o777 == 0o711
+    assert {path.name: path.lstat().st_mode & 0o777 for path in run_dir.iterdir()} == {
+        "lock": 0o600,
+        "router.sock": 0o666,
+        "router.sock.lock": 0o600,
+        "router.sock.tether": 0o666,
+    }
+    stream.close()
+    tether.close()
+    shared.close()
+    private = RunDir(run_dir)
+    private.open()
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    private.close()
+
+
+def test_a_shared_directory_that_holds_other_things_is_not_opened_further(run_dir: Path) -> None:
+    (run_dir / "mine").touch()
+    run_dir.chmod(0o755)
+    with pytest.raises(StartError, match="chmod 711 it"):
+        RunDir(run_dir, shared=True).open()

@@ -19,3 +19,12 @@ def test_it_never_goes_back() -> None:
     assert clock.now() == 5.0
     clock.advance_to(6.0)
     assert clock.now() == 6.0
+
+
+def test_it_stands_still_while_the_machine_sleeps() -> None:
+    clock = ManualClock(5.0)
+    assert clock.suspended() == 0.0
+    clock.suspend(90.0)
+    assert (clock.now(), clock.suspended()) == (5.0, 90.0)
+    with pytest.raises(ValueError, match="does not sleep"):
+        clock.suspend(-1.0)

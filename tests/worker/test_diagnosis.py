@@ -40,7 +40,7 @@ def test_another_user_is_told(run_dir: Path, mode: int) -> None:
     child = multiprocessing.get_context("fork").Process(target=_as_nobody, args=(url, theirs))
     child.start()
     assert ours.poll(10)
-    assert ours.recv() == {"uid": NOBODY}
+    assert ours.recv() == {"uid": NOBODY, "owner": os.geteuid()}
     child.join()
     child.close()
     ours.close()

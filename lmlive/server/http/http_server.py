@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from lmlive.clock import Clock
+from lmlive.config.keys import ClientKeys
 from lmlive.errors import LMLiveError, StartError
 from lmlive.protocol.messages import parse_reply
 from lmlive.protocol.verbs import Verb
@@ -44,6 +45,7 @@ class HttpServer:
         host: Loopback address to bind.
         port: Port to bind; 0 picks one.
         clock: What timeouts are measured by.
+        keys: With which the ROUTER lets us in; None: it needs none.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class HttpServer:
         host: str,
         port: int,
         clock: Clock,
+        *,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._status = status
         self._host = host
         self._port = port
         self._url = url
-        self._probe = _Probe(clock)
+        self._probe = _Probe(clock, keys)
         self._probing: asyncio.Future[float] | None = None
         # One thread may wait for a PING while the other writes JSON, which takes a while for thousands of instances.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lmlive-http")
@@ -123,8 +127,9 @@ class _Probe:
     Its methods run off the loop; the lock serves a close that meets a PING.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, keys: ClientKeys | None) -> None:
         self._clock = clock
+        self._keys = keys
         self._lock = threading.Lock()
         self._asker: Asker | None = None
 
@@ -132,7 +137,7 @@ class _Probe:
         """Give how many seconds a PING took; off the loop."""
         with self._lock:
             if self._asker is None:
-                self._asker = Asker(url, self._clock)
+                self._asker = Asker(url, self._clock, self._keys)
             try:
                 answer = self._asker.ask(Verb.PING, [None], timeout)
                 parse_reply(Verb.PING, answer.payload)
