@@ -10,6 +10,7 @@ Loop thread only, except the close itself.
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,47 +28,66 @@ class Discards:
 
     def __init__(self, lanes: Workshop) -> None:
         self._lanes = lanes
-        self._open = 0
+        self._heaps = {kind: _Heap() for kind in ("memory", "foreign")}
         self._done = asyncio.Event()
         self._done.set()
 
     def memory(self, fds: Sequence[int]) -> None:
         """Close descriptors of shared memory."""
-        self._submit(list(fds), "memory")
+        self._add("memory", fds)
 
     def foreign(self, fds: Sequence[int]) -> None:
         """Close descriptors of whatever was sent, or sockets in which such may wait unread."""
-        self._submit(list(fds), "foreign")
+        self._add("foreign", fds)
 
     async def settled(self, seconds: float) -> None:
-        """Wait until all are closed, but not for longer than that."""
-        with contextlib.suppress(TimeoutError):
+        """Wait until all are closed, but not for longer; then what waits behind a close that hangs goes on."""
+        try:
             async with asyncio.timeout(seconds):
                 await self._done.wait()
+        except TimeoutError:
+            for heap in self._heaps.values():
+                if heap.fds:
+                    heap.run_apart()
 
-    def _submit(self, fds: list[int], kind: str) -> None:
-        if fds:
-            self._open += 1
-            self._done.clear()
-            closing = _Closing(fds)
-            self._lanes.submit(Work(Lane.RELEASE, closing.run, partial(self._settle, closing), ("discard", kind)))
+    def _add(self, kind: str, fds: Sequence[int]) -> None:
+        heap = self._heaps[kind]
+        heap.fds.extend(fds)
+        if heap.fds and not heap.submitted:
+            self._submit(kind, heap)
 
-    def _settle(self, closing: "_Closing", _: object | None, __: BaseException | None) -> None:
-        self._open -= 1
-        if not self._open:
+    def _submit(self, kind: str, heap: "_Heap") -> None:
+        # One work closes all that comes while it runs: when a thousand processes end, waking a thread for each of
+        # their sockets costs the loop more than all the rest.
+        heap.submitted, heap.began = True, False
+        self._done.clear()
+        self._lanes.submit(Work(Lane.RELEASE, heap.run, partial(self._settle, kind, heap), ("discard", kind)))
+
+    def _settle(self, kind: str, heap: "_Heap", _: object | None, __: BaseException | None) -> None:
+        heap.submitted = False
+        if not heap.began:  # the lane is closed
+            heap.run_apart()
+        elif heap.fds:
+            self._submit(kind, heap)
+        if not any(one.submitted for one in self._heaps.values()):
             self._done.set()
-        if not closing.began:  # the lane is closed
-            threading.Thread(target=closing.run, name="lmlive-discard", daemon=True).start()
 
 
-class _Closing:
-    """Some descriptors on their way out."""
+class _Heap:
+    """Descriptors of one kind on their way out; the loop adds, whoever runs takes."""
 
-    def __init__(self, fds: list[int]) -> None:
+    def __init__(self) -> None:
+        self.fds: deque[int] = deque()
+        self.submitted = False
         self.began = False
-        self._fds = fds
+
+    def run_apart(self) -> None:
+        """Close them in a thread of its own."""
+        threading.Thread(target=self.run, name="lmlive-discard", daemon=True).start()
 
     def run(self) -> None:
         """Close them; off the loop."""
         self.began = True
-        close_all(self._fds)
+        with contextlib.suppress(IndexError):
+            while True:
+                close_all([self.fds.popleft()])

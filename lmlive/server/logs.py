@@ -24,6 +24,7 @@ log = logging.getLogger("lmlive.server")
 
 MOST_LINES: Final = 10_000
 MOST_BYTES: Final = 8 << 20
+_AT_ONCE: Final = 1 << 16  # bytes of one write: a burst of lines costs one wake-up, not one each
 """What the queue holds at most."""
 
 CLOSE_SECONDS: Final = 1.0
@@ -153,17 +154,26 @@ class LineWriter(logging.Handler):
                     if self._closing:
                         return
                     self._changed.wait()
-                line = self._lines.popleft()
-                self._bytes -= len(line)
+                lines = self._take()
             try:
-                self._write(line)
+                self._write(lines)
             except OSError:  # nobody reads any more: its lines are lost, and nothing else is
                 continue
 
-    def _write(self, line: bytes) -> None:
-        while line:
+    def _take(self) -> bytes:
+        """Take lines for one write, at least one; the lock is held."""
+        taken = [self._lines.popleft()]
+        size = len(taken[0])
+        while self._lines and size + len(self._lines[0]) <= _AT_ONCE:
+            taken.append(self._lines.popleft())
+            size += len(taken[-1])
+        self._bytes -= size
+        return b"".join(taken)
+
+    def _write(self, lines: bytes) -> None:
+        while lines:
             try:
-                line = line[os.write(self._fd, line) :]
+                lines = lines[os.write(self._fd, lines) :]
             except BlockingIOError:  # a descriptor that somebody made non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)

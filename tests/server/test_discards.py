@@ -64,9 +64,31 @@ async def test_a_close_that_hangs_holds_up_its_own_kind_alone(lanes: Lanes, monk
     assert not closed(behind)
     assert lanes.stats()["release"]["busy"] == 1
     await discards.settled(0.0)
+    await eventually(lambda: closed(behind))
+    assert not closed(stranger)
     hang.set()
     await discards.settled(5.0)
-    assert closed(behind)
+    assert closed(stranger)
+
+
+async def test_what_comes_while_one_closes_needs_no_work_of_its_own() -> None:
+    by_hand = ByHand()
+    discards = Discards(by_hand)
+    fds = [os.memfd_create("x") for _ in range(5)]
+    for fd in fds:
+        discards.memory([fd])
+    [work] = by_hand.works
+    work.run()
+    assert all(map(closed, fds))
+    late = os.memfd_create("x")
+    discards.memory([late])
+    work.settle(None, None)
+    assert by_hand.works[1:], "what came after the last look is submitted anew"
+    by_hand.works[1].run()
+    assert closed(late)
+    assert not discards._done.is_set()
+    by_hand.works[1].settle(None, None)
+    assert discards._done.is_set()
 
 
 async def test_a_closed_lane_closes_them_all_the_same(lanes: Lanes) -> None:
