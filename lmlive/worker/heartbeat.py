@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
-from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError
+from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError, VersionError
 from lmlive.protocol.handshake import is_refusal
 from lmlive.worker.cell import NOWHERE, Cell, Health, Next
 from lmlive.worker.dealer import Context
@@ -27,6 +27,7 @@ from lmlive.worker.enrollment import Enrollment, View
 from lmlive.worker.link import Link
 from lmlive.worker.membership import MOST_SPREAD, Membership, Parting
 from lmlive.worker.outcome import in_words
+from lmlive.worker.patience import again_after, warn_of_floor, warn_of_server
 from lmlive.worker.tether import Tether
 from lmlive.worker.thread import LoopThread
 
@@ -34,8 +35,6 @@ log = logging.getLogger("lmlive.worker")
 
 FATAL: Final = (InvalidLayout, NotOwner, ProtocolError)
 """What entering raises: no patience makes these go away."""
-REAP_FLOOR: Final = 30.0
-"""The smallest patience with silence that a server can be given."""
 
 _OUTSTANDING = 8
 _SPACING = 0.1
@@ -130,13 +129,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread."""
-        if 3 * self._config.heartbeat_interval > REAP_FLOOR:
-            log.warning(
-                "heartbeat_interval is %g s: three beats take longer than %g s, the least patience a server may have; "
-                "a few lost PINGs may get a live worker reaped",
-                self._config.heartbeat_interval,
-                REAP_FLOOR,
-            )
+        warn_of_floor(self._config.heartbeat_interval)
         self._thread.start()
 
     async def enter(self, deadline: float) -> LMLiveError | None:
@@ -191,8 +184,7 @@ class Heartbeat:
                 return None
             if isinstance(error, FATAL) or is_refusal(error):
                 return error
-            retry_after = error.fields.get("retry_after")
-            pause = retry_after if isinstance(retry_after, float) else min(2 * pause, _MOST_RETRY)
+            pause = again_after(error) or min(2 * pause, _MOST_RETRY)
             if self._clock.now() + pause >= deadline:
                 break
             await asyncio.sleep(pause)
@@ -258,6 +250,8 @@ class Heartbeat:
         except LMLiveError as error:
             if was_healthy and not self._health.healthy:
                 log.warning("unhealthy instance_id=%d reason=%s", self._instance_id, in_words(error))
+            if isinstance(error, VersionError) and not self._health.healthy:
+                self._thread.post(self._recover)  # another server answers now: its HELLO may find a common version
             raise
         self._thread.post_to_owner(self._listener.on_pong, seconds)
         if then is Next.RECOVER:
@@ -281,6 +275,9 @@ class Heartbeat:
                 self._instance_id,
                 in_words(error),
             )
+            pause = again_after(error)
+            if pause is not None:  # the server said when to come again, and that may be long before the next beat
+                asyncio.get_running_loop().call_later(pause, self._kicked.set)
 
     async def _rejoin(self, seen: Cell) -> LMLiveError | None:
         if self._health.cell in {seen, NOWHERE}:
@@ -299,13 +296,7 @@ class Heartbeat:
         if facts is None or facts.epoch == self._warned_epoch:
             return
         self._warned_epoch = facts.epoch
-        if 0 < facts.reap_timeout < 3 * self._config.heartbeat_interval:
-            log.warning(
-                "heartbeat_interval is %g s: three beats take longer than the server's patience with silence, %g s; a "
-                "few lost PINGs may get a live worker reaped",
-                self._config.heartbeat_interval,
-                facts.reap_timeout,
-            )
+        warn_of_server(self._config.heartbeat_interval, facts.reap_timeout)
 
     def _watch(self, tether: Tether) -> None:
         try:

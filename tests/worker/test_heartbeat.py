@@ -295,3 +295,21 @@ async def test_a_beat_that_is_quick_enough_is_not_warned_of(
     async with make(server.url, config=fast(heartbeat_interval=10.0)):
         pass
     assert not caplog.records
+
+
+async def test_a_server_that_says_when_to_come_again_is_not_made_to_wait_for_the_next_beat(server: FakeServer) -> None:
+    """Its beat would be in ten seconds; the guard of each test is at twenty, so two such waits would fail it."""
+
+    def once_there_is_room(_: Request) -> list[object] | LMLiveError:
+        if registers(server) < 8:
+            return ServerBusy("too many register", retry_after=0.05)
+        server.generation = 5
+        return [10.0, b""]
+
+    slow = fast(heartbeat_interval=10.0)
+    async with make(server.url, config=slow) as worker:
+        await worker.ping()
+        server.answers[Verb.REGISTER] = once_there_is_room
+        server.generation = 0
+        await worker.ping()
+        await eventually(lambda: registers(server) >= 8 and worker.generation == 5)
