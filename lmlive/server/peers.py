@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import socket
+from functools import partial
 
 from lmlive.errors import InvalidHandle, InvalidPayload, NotOwner, ServerBusy
 from lmlive.liveness.evidence import Evidence
@@ -27,6 +28,7 @@ from lmlive.protocol.verbs import Role
 from lmlive.server.cgroups import Cgroups
 from lmlive.server.evidence import Sender
 from lmlive.server.exits import WatchedProcess
+from lmlive.server.turn import Turn
 
 log = logging.getLogger("lmlive.server")
 
@@ -63,13 +65,15 @@ class Peers:
     Args:
         books: The server's state.
         discard: Closes sockets in which descriptors may wait unread, and descriptors of whatever kind.
+        turn: The share of a pass that ends of processes may take.
     """
 
-    def __init__(self, books: Books, discard: Discard) -> None:
+    def __init__(self, books: Books, discard: Discard, turn: Turn) -> None:
         self.connections = 0
         """How many tethers stand."""
         self._books = books
         self._discard = discard
+        self._turn = turn
         self._loop = asyncio.get_running_loop()
         self._all: set[Peer] = set()
         self._by_secret: dict[bytes, Peer] = {}
@@ -220,7 +224,7 @@ class Peers:
         self._books.tethers[secret_hash] = record
         if process is not None:
             peer.process = process
-            self._loop.add_reader(process.pidfd, self._on_exit, peer)
+            self._loop.add_reader(process.pidfd, self._on_exit_told, peer)
         return record
 
     def _succeed(self, secret_hash: bytes, sender: Sender) -> WatchedProcess | None:
@@ -247,6 +251,17 @@ class Peers:
         return process
 
     # Ends
+
+    def _on_exit_told(self, peer: Peer) -> None:
+        if self._turn.now() or peer.process is None:
+            self._on_exit(peer)
+        else:
+            self._loop.remove_reader(peer.process.pidfd)
+            self._turn.queue(partial(self._on_exit_later, peer), urgent=True)
+
+    def _on_exit_later(self, peer: Peer) -> None:
+        if peer.process is not None:  # it was not forgotten meanwhile
+            self._on_exit(peer)
 
     def _on_exit(self, peer: Peer) -> None:
         """The process ended: proof. What is pending from it means nothing any more."""

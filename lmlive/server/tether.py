@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import socket
+from functools import partial
 
 from lmlive.errors import InternalError, InvalidPayload, LMLiveError, NotOwner, ServerBusy
 from lmlive.modules.books import Books
@@ -19,6 +20,7 @@ from lmlive.modules.tethers import Discard
 from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, encode_refusal
 from lmlive.server.evidence import ANCILLARY_BYTES, Sender, ask_for_sender, peer_uid, read_sender
 from lmlive.server.peers import Peer, Peers
+from lmlive.server.turn import Turn
 from lmlive.server.turnstile import need_descriptors, spare_descriptors
 
 log = logging.getLogger("lmlive.server")
@@ -46,7 +48,8 @@ class Tethers:
     """
 
     def __init__(self, books: Books, discard: Discard) -> None:
-        self.peers = Peers(books, discard)
+        self._turn = Turn(asyncio.get_running_loop(), books.clock)
+        self.peers = Peers(books, discard, self._turn)
         self.refused = 0
         self._books = books
         self._discard = discard
@@ -139,6 +142,18 @@ class Tethers:
             sock.send(encode_refusal(error))
 
     def _on_packet(self, peer: Peer, sock: socket.socket) -> None:
+        if self._turn.now():
+            self._read(peer, sock)
+        else:
+            self._loop.remove_reader(sock.fileno())
+            self._turn.queue(partial(self._read_later, peer, sock))
+
+    def _read_later(self, peer: Peer, sock: socket.socket) -> None:
+        if peer.sock is sock:  # it was not closed meanwhile
+            self._loop.add_reader(sock.fileno(), self._on_packet, peer, sock)
+            self._read(peer, sock)
+
+    def _read(self, peer: Peer, sock: socket.socket) -> None:
         room = spare_descriptors(MAX_FDS)
         try:
             # Without room for them, the kernel drops whatever descriptors come beside the packet.
