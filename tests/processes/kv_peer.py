@@ -1,11 +1,12 @@
 """A worker or a scheduler in a process of its own, to be killed: it does what it is told on stdin, line by line.
 
-``python -m tests.processes.kv_peer URL worker|scheduler``: after a first line that says who it is, each line it is
-given is one word and gets one line of JSON. ``Puppet`` is the other side of this.
+``python -m tests.processes.kv_peer URL worker|scheduler [CONFIG]``: after a first line that says who it is, each line
+it is given is one word and gets one line of JSON. ``Puppet`` is the other side of this.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -66,10 +67,10 @@ class Puppet:
 
 
 @contextlib.asynccontextmanager
-async def puppet(url: str, role: str) -> AsyncIterator[Puppet]:
-    """Start one; it is killed at the latest when this is left."""
+async def puppet(url: str, role: str, **config: object) -> AsyncIterator[Puppet]:
+    """Start one, with these settings; it is killed at the latest when this is left."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.processes.kv_peer", url, role),
+        *(sys.executable, "-m", "tests.processes.kv_peer", url, role, json.dumps(config)),
         env={**os.environ, "PYTHONPATH": ROOT},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -89,22 +90,31 @@ def say(**facts: object) -> None:
     sys.stdout.flush()
 
 
-async def be_worker(url: str) -> None:
+async def be_worker(url: str, config: lmlive.WorkerConfig) -> None:
     memory = lmlive.shared_empty(SHAPE, "float32")
     memory[:] = content()
-    async with lmlive.Worker(url, kv_caches={"kv": memory}, block_tokens=BLOCK, model="m", block_axis=1) as worker:
+    async with lmlive.Worker(
+        url, kv_caches={"kv": memory}, block_tokens=BLOCK, model="m", block_axis=1, config=config
+    ) as worker:
         say(instance_id=worker.instance_id, generation=worker.generation)
         while word := await next_word():
             if word == "store":
                 stored = await worker.store(TOKENS, BLOCKS)
                 say(tokens=stored.tokens, chunks=stored.chunks, reason=stored.reason)
+            elif word == "ping":
+                say(pong=await worker.ping())
+            elif word == "state":
+                say(healthy=worker.healthy, generation=worker.generation, stats=worker.stats())
+            elif word.startswith("freeze"):  # a call into C that keeps the GIL, as a driver's may
+                ctypes.PyDLL(None).usleep(int(float(word.removeprefix("freeze")) * 1e6))
+                say(frozen=True)
             else:
                 loaded = await worker.retrieve(TOKENS, BLOCKS)
                 say(tokens=loaded.tokens, reason=loaded.reason)
 
 
-async def be_scheduler(url: str) -> None:
-    async with lmlive.Scheduler(url, model="m") as scheduler:
+async def be_scheduler(url: str, config: lmlive.WorkerConfig) -> None:
+    async with lmlive.Scheduler(url, model="m", config=config) as scheduler:
         say(healthy=scheduler.healthy)
         while await next_word():
             found = await scheduler.lookup(TOKENS)
@@ -117,4 +127,6 @@ async def next_word() -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run({"worker": be_worker, "scheduler": be_scheduler}[sys.argv[2]](sys.argv[1]))
+    settings = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    be = {"worker": be_worker, "scheduler": be_scheduler}[sys.argv[2]]
+    asyncio.run(be(sys.argv[1], lmlive.WorkerConfig(**settings)))
