@@ -192,12 +192,20 @@ class Connection:
         instances = self.ask(Verb.STATUS, [])["instances"]
         return {int(one["instance_id"]): one["generation"] for one in instances}
 
+    def events(self, after: int = 0) -> list[dict[str, Any]]:
+        """Give all events after a number, however many calls it takes."""
+        found: list[dict[str, Any]] = []
+        while page := self.ask(Verb.EVENTS, [after, 1000]):
+            found += page
+            after = page[-1]["seq"]
+        return found
+
     def reaps(self, count: int, seconds: float) -> dict[int, float]:
         """Wait until so many were reaped in all; give the seconds of CLOCK_MONOTONIC of each verdict, by instance."""
         found: dict[int, float] = {}
         after, end = 0, time.monotonic() + seconds
         while len(found) < count and time.monotonic() < end:
-            events = self.ask(Verb.EVENTS, [after, 1000])
+            events = self.events(after)
             for event in events:
                 after = event["seq"]
                 if event["kind"] == "reaped":

@@ -25,11 +25,17 @@ def admit_unregister(books: Books, call: Call) -> Work | None:
     """End a secret and its registration; answer once all memory of the instance is released."""
     secret_hash = hash_secret(call.body(Unregister).secret)
     instance_id = call.header.instance_id
-    if books.roster.get(instance_id) is None:
+    named = books.roster.get(instance_id) is not None
+    if not named:
         instance_id = _instance_of(books, secret_hash) or instance_id
-    removal = books.roster.unregister(instance_id, secret_hash, call.moment)
-    if removal is not None:
-        remove(books, removal)
+    live = books.roster.get(instance_id)
+    if not named and live is not None and live.secret_hash != secret_hash:
+        # Another owner came since; what is left of this secret there is memory that is not released yet.
+        books.roster.end_secret(secret_hash)
+    else:
+        removal = books.roster.unregister(instance_id, secret_hash, call.moment)
+        if removal is not None:
+            remove(books, removal)
     books.end_leases(secret_hash)
     tether = books.tethers.get(secret_hash)
     if tether is not None:

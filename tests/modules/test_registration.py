@@ -319,6 +319,22 @@ def test_unregister_under_an_id_that_is_not_live_ends_the_instance_of_its_secret
     registry.release_all()
 
 
+def test_unregister_by_secret_alone_asks_about_its_own_memory_though_the_instance_has_another_owner() -> None:
+    registry = Registry()
+    ghost = registry.registered()
+    registry.books.entries.borrow(ghost.generation)
+    registry.unregister()
+    registry.registered(secret=OTHER)
+    asked = registry.unregister(0)
+    assert asked.answer is None
+    assert registry.books.roster.tracked == 1
+    assert isinstance(registry.unregister().answer, NotOwner), "who names another's instance is told so"
+    registry.books.give_back(ghost)
+    registry.release_all()
+    assert asked.answer == [True]
+    assert registry.books.roster.tracked == 1
+
+
 def test_unregister_under_an_unknown_id_ends_an_opening_of_its_secret() -> None:
     registry = Registry()
     registry.tether()
