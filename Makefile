@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CODE := lmlive tests examples $(wildcard benchmarks)
 
-.PHONY: demo test check lint types floors bench docs format clean
+.PHONY: demo test check lint types floors bench soak fuzz docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -29,6 +29,12 @@ floors: $(STAMP)
 
 bench: $(STAMP)
 	for benchmark in benchmarks/[!_]*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.model.soak --schedules $(or $(SCHEDULES),100000) --minutes $(or $(MINUTES),120) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --frames $(or $(FRAMES),1000000) $(if $(SEED),--seed $(SEED))
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.pages

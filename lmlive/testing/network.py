@@ -186,6 +186,7 @@ class MemoryRouter:
         self._budget = budget
         self._unread: deque[tuple[bytes, list[bytes]]] = deque()
         self._reading = False
+        self._paused = False
         self._open = False
 
     def __repr__(self) -> str:
@@ -233,6 +234,15 @@ class MemoryRouter:
         """Tell whether no reply waits: none ever does."""
         return True
 
+    def pause(self) -> None:
+        """Read nothing from now on: what arrives waits, as it does before a server that is too busy to read."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Read again, and what waits first."""
+        self._paused = False
+        self._read_soon()
+
     async def close(self) -> None:
         """Leave the network; peers get no answer any more."""
         self._open = False
@@ -254,11 +264,17 @@ class MemoryRouter:
         if not self._open:
             return
         self._unread.append((peer, list(frames)))
-        if not self._reading:
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if self._unread and not self._reading and not self._paused:
             self._reading = True
             asyncio.get_running_loop().call_soon(self._read)
 
     def _read(self) -> None:
+        if self._paused:
+            self._reading = False
+            return
         batch = [self._unread.popleft() for _ in range(min(self._budget, len(self._unread)))]
         for peer, frames in batch:
             try:

@@ -1,6 +1,6 @@
 import pytest
 
-from lmlive.errors import InvalidPayload, MessageTooLarge, ServerBusy, StaleEpoch
+from lmlive.errors import InvalidPayload, MessageTooLarge, ServerBusy, StaleEpoch, UnknownInstance
 from lmlive.modules.call import Call
 from lmlive.modules.lookup import admit_lookup
 from lmlive.protocol.codec import REQUEST, VERSION, Header
@@ -34,6 +34,14 @@ def test_nothing_found_is_not_leased(bench: Bench) -> None:
     assert bench.look_up(range(24)) == [0, None, 60.0, "miss"]
     assert bench.look_up(PROMPT[:7]) == [0, None, 60.0, "miss"]
     assert bench.look_up([]) == [0, None, 60.0, "miss"]
+    assert len(bench.books.leases) == 0
+
+
+def test_whose_secret_was_ended_leases_nothing(bench: Bench) -> None:
+    stored(bench)
+    bench.books.roster.end_secret(SECRET)
+    with pytest.raises(UnknownInstance):
+        bench.look_up(PROMPT)
     assert len(bench.books.leases) == 0
 
 

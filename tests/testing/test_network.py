@@ -76,6 +76,33 @@ async def test_one_pass_reads_a_budget(network: MemoryNetwork) -> None:
     assert counts == [3, 6, 9, 10]
 
 
+async def test_a_paused_router_reads_nothing_and_is_not_caught_up(network: MemoryNetwork) -> None:
+    server = Answering(network)
+    dealer = network.dealer()
+    server.router.pause()
+    send_numbers(dealer, 2)
+    await asyncio.sleep(0)
+    assert server.seen == []
+    assert not server.router.take_caught_up()
+    server.router.resume()
+    await asyncio.sleep(0)
+    assert server.seen == [b"0", b"1"]
+    assert server.router.take_caught_up()
+
+
+async def test_a_pause_between_two_passes_keeps_the_rest_waiting(network: MemoryNetwork) -> None:
+    server = Answering(network, budget=1)
+    send_numbers(network.dealer(), 2)
+    await asyncio.sleep(0)
+    server.router.pause()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert server.seen == [b"0"]
+    server.router.resume()
+    await asyncio.sleep(0)
+    assert server.seen == [b"0", b"1"]
+
+
 async def test_requests_find_their_replies(network: MemoryNetwork) -> None:
     def take(peer: bytes, frames: list[bytes]) -> None:
         router.send_all([(peer, reply_of(frames[0]))])
