@@ -1,7 +1,8 @@
 """lmlive: an asyncio-native KV-cache server for LLM inference workers that always knows which of them are alive.
 
 These are the public names, and nothing else is: whatever is not listed here (or in ``lmlive.errors``,
-``lmlive.testing``, ``lmlive.integrations``) may change without notice.
+``lmlive.testing``, ``lmlive.integrations``; and ``BlockingWorker`` and ``BlockingScheduler`` of
+``lmlive.worker.blocking``) may change without notice.
 Each name is imported when it is first asked for, so that ``import lmlive`` costs nothing.
 """
 

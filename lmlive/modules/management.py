@@ -15,9 +15,10 @@ from lmlive.modules.books import Books
 from lmlive.modules.call import Call, Connection
 from lmlive.modules.handler import HandlerTable, Lane, Work
 from lmlive.modules.removal import remove
-from lmlive.protocol.codec import HEADER_BYTES, Header, decode_body, encode_error, encode_pong, negotiate, packed_size
+from lmlive.protocol.codec import HEADER_BYTES, Header, decode_body, encode_error, encode_pong, packed_size
 from lmlive.protocol.messages import Events, Hello, HelloReply, Reap, check_ping
 from lmlive.protocol.verbs import Verb
+from lmlive.protocol.versions import Versions, agree
 
 MAX_EVENTS = 1000
 """The most events of one answer."""
@@ -36,7 +37,7 @@ def hash_secret(secret: bytes) -> bytes:
 def admit_hello(books: Books, call: Call) -> Work | None:
     """Agree on a version, and note who speaks on this connection."""
     message = call.body(Hello)
-    version = negotiate(message.min_version, message.max_version)
+    version = agree(call.header.version, Versions(message.min_version, message.max_version))
     books.connections.say(
         call.peer,
         Connection(role=message.role, secret_hash=hash_secret(message.secret), software=message.software),
@@ -70,8 +71,9 @@ def answer_ping(frame: bytes, header: Header, epoch: int, generation: int) -> tu
     try:
         _check_ping(frame, header)
     except LMLiveError as error:
-        return encode_error(header.request_id, epoch, header.instance_id, generation, error), error
-    return encode_pong(header.request_id, epoch, header.instance_id, generation), None
+        version = header.version
+        return encode_error(header.request_id, epoch, header.instance_id, generation, error, version=version), error
+    return encode_pong(header.request_id, epoch, header.instance_id, generation, header.version), None
 
 
 def _check_ping(frame: bytes, header: Header) -> None:

@@ -31,6 +31,7 @@ from lmlive.errors import (
     InvalidLayout,
     LMLiveError,
     RequestTimeout,
+    ServerBusy,
     ServerStarting,
     StaleGeneration,
     UnknownInstance,
@@ -178,7 +179,7 @@ def _reason(claim: Claim, published: Chunks, *, whole: bool) -> str:
 
 def _note_aborted(books: Books, transfer: _Transfer, chunks: int, refusal: BaseException) -> None:
     """Write down what was given up, unless that was done already: at its worker's removal, or by a CLEAR."""
-    if not chunks:
+    if not chunks or isinstance(refusal, ServerBusy):  # that never began
         return
     registration = transfer.entry.registration
     facts: dict[str, object] = {

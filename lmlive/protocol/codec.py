@@ -13,13 +13,12 @@ from typing import Final, NamedTuple, NoReturn
 
 import msgpack
 
-from lmlive.errors import InternalError, InvalidPayload, ProtocolError, VersionError, to_wire
+from lmlive.errors import InternalError, InvalidPayload, ProtocolError, to_wire
 from lmlive.protocol.verbs import verb_name
+from lmlive.protocol.versions import FIRST
 
-VERSION: Final = 1
-"""The wire version that this build writes, and the highest it reads."""
-MIN_VERSION: Final = 1
-"""The lowest wire version that this build reads."""
+VERSION: Final = FIRST
+"""The wire version of a frame whose writer names no other; which ones there are is in ``versions``."""
 MAGIC: Final = b"LML1"
 HEADER_FORMAT: Final = "<4sBBHQQQQq"
 HEADER_BYTES: Final = 48
@@ -30,6 +29,10 @@ MAX_TEXT_BYTES: Final = 4096
 """The longest string in a request, in bytes of UTF-8."""
 MAX_ITEMS: Final = 4096
 """The longest array in a request. Memory for an array is taken by its announced length: this bounds it."""
+FEW_ITEMS: Final = 64
+"""An array may have as many items whatever the length of its frame."""
+ITEM_BYTES: Final = 6
+"""A longer array may have one for so many bytes of its body; a handle, the shortest item of a long array, takes 6."""
 MAX_REPLY_ITEMS: Final = 65_536
 """The longest array in a reply: lists of instances and of events are longer than anything a request names."""
 
@@ -92,15 +95,21 @@ def decode_body(frame: bytes | memoryview) -> list[object]:
     """
     kind, code = _KIND_AND_CODE.unpack_from(frame, _KIND_AT) if len(frame) >= HEADER_BYTES else (REQUEST, 0)
     try:
+        # Arrays inside each other each take the memory that they announce, and the time to fill it: so that a short
+        # frame cannot announce much, it is held to what it could carry of the shortest things that come in numbers.
+        most = max(FEW_ITEMS, (len(frame) - HEADER_BYTES) // ITEM_BYTES)
         if kind == REPLY:
             body = msgpack.unpackb(
-                frame[HEADER_BYTES:], max_array_len=MAX_REPLY_ITEMS, max_ext_len=0, ext_hook=_refuse_extension
+                frame[HEADER_BYTES:],
+                max_array_len=min(most, MAX_REPLY_ITEMS),
+                max_ext_len=0,
+                ext_hook=_refuse_extension,
             )
         else:
             body = msgpack.unpackb(
                 frame[HEADER_BYTES:],
                 max_str_len=MAX_TEXT_BYTES,
-                max_array_len=MAX_ITEMS,
+                max_array_len=min(most, MAX_ITEMS),
                 max_map_len=0,
                 max_ext_len=0,
                 ext_hook=_refuse_extension,
@@ -121,28 +130,38 @@ def encode_request(
     instance_id: int = 0,
     generation: int = 0,
     deadline_ns: int = 0,
+    version: int = VERSION,
 ) -> bytes:
     """Give the frame of a request."""
-    header = _HEADER.pack(MAGIC, VERSION, REQUEST, verb, request_id, epoch, instance_id, generation, deadline_ns)
+    header = _HEADER.pack(MAGIC, version, REQUEST, verb, request_id, epoch, instance_id, generation, deadline_ns)
     return header + _pack(payload)
 
 
 def encode_reply(
-    request_id: int, epoch: int, instance_id: int, generation: int, payload: list[object], *, code: int = 0
+    request_id: int,
+    epoch: int,
+    instance_id: int,
+    generation: int,
+    payload: list[object],
+    *,
+    code: int = 0,
+    version: int = VERSION,
 ) -> bytes:
     """Give the frame of a reply; code 0 says that the payload is the result."""
-    return _HEADER.pack(MAGIC, VERSION, REPLY, code, request_id, epoch, instance_id, generation, 0) + _pack(payload)
+    return _HEADER.pack(MAGIC, version, REPLY, code, request_id, epoch, instance_id, generation, 0) + _pack(payload)
 
 
-def encode_pong(request_id: int, epoch: int, instance_id: int, generation: int) -> bytes:
+def encode_pong(request_id: int, epoch: int, instance_id: int, generation: int, version: int = VERSION) -> bytes:
     """Give the frame of the reply to a PING: its payload is [True] and always was."""
-    return _HEADER.pack(MAGIC, VERSION, REPLY, 0, request_id, epoch, instance_id, generation, 0) + _PONG_BODY
+    return _HEADER.pack(MAGIC, version, REPLY, 0, request_id, epoch, instance_id, generation, 0) + _PONG_BODY
 
 
-def encode_error(request_id: int, epoch: int, instance_id: int, generation: int, error: BaseException) -> bytes:
+def encode_error(
+    request_id: int, epoch: int, instance_id: int, generation: int, error: BaseException, *, version: int = VERSION
+) -> bytes:
     """Give the frame of a reply that says what went wrong; it does not fail, whatever the error carries."""
     code, body = pack_error(error)
-    return _HEADER.pack(MAGIC, VERSION, REPLY, code, request_id, epoch, instance_id, generation, 0) + body
+    return _HEADER.pack(MAGIC, version, REPLY, code, request_id, epoch, instance_id, generation, 0) + body
 
 
 def pack_error(error: BaseException) -> tuple[int, bytes]:
@@ -159,25 +178,6 @@ def pack_error(error: BaseException) -> tuple[int, bytes]:
 def packed_size(value: object) -> int:
     """Give how many bytes a value takes in a payload."""
     return len(msgpack.packb(value))
-
-
-def negotiate(min_version: int, max_version: int) -> int:
-    """Choose the highest wire version that both sides speak.
-
-    Raises:
-        VersionError: There is none; its fields name both ranges.
-    """
-    version = min(VERSION, max_version)
-    if version < max(MIN_VERSION, min_version):
-        raise VersionError(
-            f"no common wire version: this side speaks {MIN_VERSION} to {VERSION}, the peer {min_version} to "
-            f"{max_version}: upgrade the older side",
-            server_min=MIN_VERSION,
-            server_max=VERSION,
-            peer_min=min_version,
-            peer_max=max_version,
-        )
-    return version
 
 
 def _pack(payload: list[object]) -> bytes:

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import struct
+from itertools import count
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
@@ -21,10 +22,9 @@ from lmlive._version import __version__
 from lmlive.clock import Clock
 from lmlive.config.keys import ClientKeys
 from lmlive.errors import InvalidArgument, ProtocolError, RequestTimeout, ServerBusy, ServerUnavailable, VersionError
+from lmlive.protocol import versions
 from lmlive.protocol.codec import (
-    MIN_VERSION,
     REPLY,
-    VERSION,
     Header,
     decode_body,
     decode_header,
@@ -52,6 +52,7 @@ _LOOK_SECONDS: Final = 0.5
 _AGAIN_SECONDS: Final = 1.0
 _RECONNECT_MS: Final = 20
 _RECONNECT_MAX_MS: Final = 200
+_numbers = count()
 
 
 class Answer(NamedTuple):
@@ -86,6 +87,7 @@ class Asker:
         self._ended = self._looks = 0
         self._clock = clock
         self._last_id = 0
+        self._version = versions.SPOKEN.least
         if not url.startswith(("ipc://", "tcp://")):
             raise InvalidArgument(f"{url!r} is no address of a server: {_FORMS}", url=url)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -112,8 +114,11 @@ class Asker:
     def hello(self, timeout: float) -> HelloReply:
         """Say HELLO as a tool."""
         secret = os.urandom(16)
-        hello = Hello(MIN_VERSION, VERSION, Role.TOOL, f"lmlive/{__version__}", secret)
-        return HelloReply.from_payload(self.ask(Verb.HELLO, hello.to_payload(), timeout).payload)
+        hello = Hello(*versions.SPOKEN, Role.TOOL, f"lmlive/{__version__}", secret)
+        self._version = versions.SPOKEN.least
+        told = HelloReply.from_payload(self.ask(Verb.HELLO, hello.to_payload(), timeout).payload)
+        self._version = versions.check_told(told.version)
+        return told
 
     def ask(self, verb: Verb, payload: list[object], timeout: float) -> Answer:
         """Send a request and wait for its reply.
@@ -128,7 +133,7 @@ class Asker:
         self._last_id += 1
         start = self._clock.now()
         end = start + timeout
-        frame = encode_request(verb, self._last_id, payload)
+        frame = encode_request(verb, self._last_id, payload, version=self._version)
         if not self._wait(zmq.POLLOUT, end):
             raise ServerUnavailable(f"no server at {self._url}", url=self._url)
         self._socket.send(frame, zmq.NOBLOCK)
@@ -137,11 +142,8 @@ class Asker:
             if reply is None:
                 continue
             header, frame = reply
-            if not MIN_VERSION <= header.version <= VERSION:
-                mine = f"{MIN_VERSION} to {VERSION}"
-                raise VersionError(
-                    f"the server speaks wire version {header.version}, this program {mine}: upgrade the older one"
-                )
+            if not versions.SPOKEN.has(header.version) and header.code != VersionError.code:
+                raise versions.strange(header.version)
             if header.code:
                 raise parse_error(header.code, decode_body(frame))
             return Answer(header, decode_body(frame), self._clock.now() - start)
@@ -163,7 +165,7 @@ class Asker:
                 sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server)
                 sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 sock.setsockopt(zmq.CURVE_SECRETKEY, secret or b"")
-            address = f"inproc://monitor-{id(sock):x}"
+            address = f"inproc://monitor-{next(_numbers)}"  # the one before may still be closing
             sock.monitor(address, _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED_NO_DETAIL | _DISCONNECTED)
             self._monitor.connect(address)
             sock.connect(self._url)

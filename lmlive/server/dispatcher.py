@@ -37,16 +37,15 @@ from lmlive.modules import lookup, management, registration, server_driven, unre
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
 from lmlive.modules.handler import Admit, Work
+from lmlive.protocol import versions
 from lmlive.protocol.codec import (
     HEADER_BYTES,
     REQUEST,
-    VERSION,
     Header,
     decode_body,
     decode_header,
     encode_error,
     encode_reply,
-    negotiate,
 )
 from lmlive.protocol.messages import parse_request
 from lmlive.protocol.verbs import FENCED, FENCED_BY_EPOCH, TOUCHING, Verb
@@ -137,7 +136,7 @@ class Dispatcher:
             self._moment = moment = self._books.moment()
         if (
             header.code == _PING
-            and header.version == VERSION
+            and versions.SPOKEN.has(header.version)
             and len(frames) == 1
             and len(frames[0]) <= self._max_bytes
         ):
@@ -182,7 +181,7 @@ class Dispatcher:
             if verb is Verb.REGISTER and self._outbox is not None:
                 call.source = self._outbox.source
         except LMLiveError as error:
-            call.fail(error)
+            call.fail(versions.blame(header.version, error))
             return
         except Exception as error:  # noqa: BLE001 - whatever a body does to its parser, its sender is answered
             call.fail(error)
@@ -191,8 +190,9 @@ class Dispatcher:
 
     def _check(self, frames: list[bytes], header: Header) -> Verb:
         """Tell whether this build, in its present state, serves this verb."""
-        if header.version != VERSION:  # a header is legible whatever version wrote it
-            negotiate(header.version, header.version)
+        # A header is legible whatever version wrote it, and so is a HELLO, which names the whole range of its sender.
+        if header.code != Verb.HELLO:
+            versions.check_request(header.version)
         verb = _KNOWN_VERBS.get(header.code)
         if verb is None:
             raise UnknownVerb("no such verb: see the table of the wire protocol", verb=header.code)
@@ -281,11 +281,14 @@ class Dispatcher:
 
     def _answer(self, call: Call, payload: list[object] | bytes | None, error: BaseException | None) -> None:
         header = call.header
+        version = versions.answer_in(header.version)
         generation = self._books.roster.generation_of(header.instance_id) if header.instance_id else 0
         if error is None:
             try:
                 unpacked = [] if payload is None or isinstance(payload, bytes) else payload
-                frame = encode_reply(header.request_id, self._epoch, header.instance_id, generation, unpacked)
+                frame = encode_reply(
+                    header.request_id, self._epoch, header.instance_id, generation, unpacked, version=version
+                )
                 if isinstance(payload, bytes):
                     frame = frame[:HEADER_BYTES] + payload
             except Exception as broken:  # noqa: BLE001 - a result that cannot be sent is an error that can
@@ -294,7 +297,7 @@ class Dispatcher:
             if not isinstance(error, LMLiveError):
                 log.error("request failed verb=%d instance=%d", header.code, header.instance_id, exc_info=error)
             self._count_error(error)
-            frame = encode_error(header.request_id, self._epoch, header.instance_id, generation, error)
+            frame = encode_error(header.request_id, self._epoch, header.instance_id, generation, error, version=version)
         self._uncount(call)
         self._outstanding.pop(call, None)
         if not self._outstanding:

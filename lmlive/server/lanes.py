@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Final, TypeVar
 
-from lmlive.errors import ServerDraining
+from lmlive.errors import ServerBusy, ServerDraining
 from lmlive.modules.handler import Lane, Work
 from lmlive.server.threads import Pool
 
@@ -27,6 +27,11 @@ IDLE_RELEASE_SECONDS: Final = 1.0
 """How long a thread of the release lane waits for more: the releases of many that die together come in a row."""
 LATE_RELEASE_SECONDS: Final = 1.0
 """How long, at the end, releases have that never got a thread because all that there were hang."""
+
+MOST_WAITING: Final = 4096
+"""Transfers that wait at most; with each instance's own limit it takes many of them to get there."""
+RETRY_AFTER: Final = 0.1
+"""Seconds after which a transfer that found as many may come again."""
 
 _LOOK_AGAIN_SECONDS: Final = 0.001
 
@@ -62,6 +67,7 @@ class Lanes:
         self._loop = loop
         self._outcomes: deque[tuple[Work, object | None, BaseException | None]] = deque()
         self._signalled = False
+        self._most_waiting = MOST_WAITING
         self._changed = asyncio.Event()
         self.outstanding = 0
         limits = {
@@ -99,9 +105,18 @@ class Lanes:
         self._pools[Lane.NORMAL].start()
 
     def submit(self, work: Work) -> None:
-        """Run a work in its lane; in a closed lane it settles with ``ServerDraining`` instead."""
+        """Run a work in its lane; it settles with an error where too many wait, or in a closed one.
+
+        Only transfers can be too many: other lanes have what limits them before they are asked, and a release or a PING
+        is never refused.
+        """
         self.outstanding += 1
-        if not self._pools[work.lane].submit(work):
+        pool = self._pools[work.lane]
+        if work.lane is Lane.TRANSFER and pool.waiting >= self._most_waiting:
+            limit = self._most_waiting
+            busy = ServerBusy("too many transfers wait: come again", retry_after=RETRY_AFTER, limit=limit)
+            self._post(work, None, busy)
+        elif not pool.submit(work):
             self._refuse(work)
 
     def stats(self) -> dict[str, dict[str, int]]:

@@ -85,7 +85,17 @@ class PingLine:
         if refusal is not error:
             log.error("pings failed count=%d", len(batch), exc_info=error)
         replies = [
-            (peer, encode_error(header.request_id, self._books.epoch, header.instance_id, generation, refusal))
+            (
+                peer,
+                encode_error(
+                    header.request_id,
+                    self._books.epoch,
+                    header.instance_id,
+                    generation,
+                    refusal,
+                    version=header.version,
+                ),
+            )
             for peer, _, header, generation in batch
         ]
         return Pongs(replies, [refusal] * len(batch))

@@ -54,6 +54,11 @@ class Pool:
         self._called = 0
         self._closing = False
 
+    @property
+    def waiting(self) -> int:
+        """How many works wait, as of a moment ago."""
+        return len(self._queue)
+
     def start(self) -> None:
         """Start one thread now, whether there is work or not.
 

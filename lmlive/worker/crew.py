@@ -41,13 +41,16 @@ class Crew:
 
         Raises:
             RequestTimeout: No thread was free by then; it never ran.
-            WorkerClosed: The crew was closed before it ran.
+            WorkerClosed: The crew was closed, or the interpreter began to end, before it ran.
         """
         if self._closed:
             raise WorkerClosed("closed: nothing starts any more")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lmlive-crew")
-        job = self._threads.submit(function)
+        try:
+            job = self._threads.submit(function)
+        except RuntimeError:
+            raise WorkerClosed("the interpreter ends: nothing starts any more") from None
         future = asyncio.wrap_future(job)
         future.add_done_callback(_look_at)
         await asyncio.wait({future}, timeout=None if start_by == FOREVER else max(0.0, start_by - self._clock.now()))

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from itertools import count
 from typing import Final
 
 import zmq
@@ -20,6 +21,7 @@ TCP_DEAD_MS: Final = 15_000
 second time later: so a connection that was cut without a word is made anew within two beats of ours. It costs the
 answers of a server that is stopped for longer than that."""
 _HANDSHAKE_MS = 5000
+_numbers = count()
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Dealer = zmq.Socket[bytes]
@@ -85,7 +87,8 @@ def open_dealer(context: Context, url: str, *, connect_timeout: float, events: i
         # Unbounded, as a full monitor would block ZMQ's I/O thread; an attempt in 50 ms cannot fill much.
         monitor.setsockopt(zmq.RCVHWM, 0)
         monitor.setsockopt(zmq.LINGER, 0)
-        address = f"inproc://monitor-{id(socket):x}"
+        # A number that is never used again: a socket that was replaced is closed by libzmq in its own time.
+        address = f"inproc://monitor-{next(_numbers)}"
         socket.monitor(address, events)
         monitor.connect(address)
         socket.connect(url)

@@ -10,11 +10,12 @@ The loop that owns the worker.
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
 from lmlive.errors import LMLiveError, RequestTimeout, ServerUnavailable, StaleEpoch
+from lmlive.protocol.messages import Ping
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import Context
@@ -23,13 +24,15 @@ from lmlive.worker.heartbeat import Heartbeat
 from lmlive.worker.hello import ServerFacts, say_hello
 from lmlive.worker.link import Link
 from lmlive.worker.order import Order
-from lmlive.worker.outcome import UNREGISTERED
+from lmlive.worker.outcome import MET_ANOTHER, UNREGISTERED
 from lmlive.worker.reply import Reply
 from lmlive.worker.slots import Slots
 from lmlive.worker.unsettled import Doubt, Unsettled
 
 GRACE: Final = 0.25
 """Seconds after its deadline for which a request's terminal answer is waited for."""
+SOON: Final = 0.5
+"""A call that has no more seconds than these is left to its deadline, also if the server stopped to answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +42,18 @@ class Flight:
     Args:
         touching: Whether the server, or a copy of ours, may touch the caller's blocks now.
         cancelled: Whether the caller gave up.
+        silenced: Whether it was ended before anything was sent, because the server stopped to answer.
         doubt: The retrieve that was sent last; None for a store, or if nothing was sent.
+        task: Carries it out.
+        request: What waits for its reply; None while nothing does.
     """
 
     touching: bool = False
     cancelled: bool = False
+    silenced: bool = False
     doubt: Doubt | None = None
+    task: asyncio.Task[Any] | None = None
+    request: asyncio.Future[Reply] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +147,48 @@ class Exchange:
             error = answer.reply.error
             if isinstance(error, StaleEpoch) and error.fields.get("hello") and hello_again:
                 self._greeted, hello_again = 0, False
-            elif isinstance(error, UNREGISTERED) and register_again:
+            elif isinstance(error, (*UNREGISTERED, *MET_ANOTHER)) and register_again:
                 register_again = False
                 await self._rejoin(view, order.deadline)
             else:
                 return answer
             self._counters["repeats"] += 1
+
+    async def ping(self, patience: float) -> float:
+        """Send a PING over this connection; give the seconds it took, or raise. It sets nothing off.
+
+        Raises:
+            LMLiveError: There was no answer within so many seconds.
+        """
+        (cell, facts, _), now = self._heart.view, self._clock.now()
+        self._counters["probes"] += 1
+        if facts is not None:
+            self.link.version = facts.version  # this connection may not have said HELLO yet
+        reply = await self.link.request(
+            Verb.PING,
+            Ping(self._instance_id).to_payload(),
+            deadline=now + patience,
+            epoch=cell.epoch,
+            instance_id=self._instance_id,
+            generation=cell.generation,
+        )
+        reply.result()
+        return self._clock.now() - now
+
+    def silence(self, order: Order, flight: Flight) -> None:
+        """End a call that waits for a server which answers nothing, as far as that is safe.
+
+        What was not sent is not sent. A retrieve that was sent is in doubt from now on, unless it is over soon anyway
+        or was cancelled: then it keeps its deadline. A store that was sent keeps it in any case: until then the server
+        may read the blocks and publish what it finds in them.
+        """
+        if flight.request is not None:
+            left = order.deadline + GRACE - self._clock.now()
+            in_doubt = order.verb is Verb.RETRIEVE and left > SOON and not flight.cancelled
+            self.link.give_up(flight.request, also_sent=in_doubt)
+        elif not flight.touching and flight.task is not None:
+            flight.silenced = True
+            flight.task.cancel()
 
     async def close(self) -> None:
         """Close the connection, which ends whatever is on its way."""
@@ -169,7 +214,7 @@ class Exchange:
         flight.doubt = doubt
         flight.touching = True
         try:
-            reply = await self.link.request(
+            flight.request = self.link.request(
                 order.verb,
                 payload,
                 deadline=order.deadline + GRACE,
@@ -180,8 +225,9 @@ class Exchange:
                 deadline_ns=facts.deadline_ns(order.deadline),
                 late=None if doubt is None else lambda _: self._unsettled.settle(doubt),
             )
+            reply = await flight.request
         finally:
-            flight.touching = False
+            flight.touching, flight.request = False, None
         if doubt is not None and _is_settled(reply):
             self._unsettled.settle(doubt)
         return Answer(reply, facts)

@@ -12,7 +12,9 @@ from typing import Final
 from lmlive._version import __version__
 from lmlive.clock import Clock
 from lmlive.errors import RequestTimeout
-from lmlive.protocol.codec import MIN_VERSION, VERSION
+from lmlive.protocol import versions
+from lmlive.protocol.codec import VERSION
+from lmlive.protocol.fields import I63_MAX
 from lmlive.protocol.messages import Hello, HelloReply
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.blocks import FAR
@@ -38,6 +40,7 @@ class ServerFacts:
         tether_path: Where its tether is, as it says.
         offset_ns: Its CLOCK_MONOTONIC minus ours.
         round_trip_ns: How long the HELLO took.
+        version: The version of the wire to speak with it.
     """
 
     epoch: int
@@ -47,6 +50,7 @@ class ServerFacts:
     tether_path: str | None
     offset_ns: int
     round_trip_ns: int
+    version: int = VERSION
 
     @property
     def same_clock(self) -> bool:
@@ -56,7 +60,7 @@ class ServerFacts:
     def deadline_ns(self, deadline: float) -> int:
         """Translate a deadline into the server's clock, to the earliest moment it can mean."""
         due = int(min(deadline, FAR) * 1e9) + self.offset_ns - self.round_trip_ns // 2
-        return max(1, due)
+        return min(max(1, due), I63_MAX)  # a server may claim to have any clock
 
 
 def measure(epoch: int, told: HelloReply, sent_ns: int, received_ns: int) -> ServerFacts:
@@ -69,12 +73,13 @@ def measure(epoch: int, told: HelloReply, sent_ns: int, received_ns: int) -> Ser
         tether_path=told.tether_path,
         offset_ns=told.server_monotonic_ns - (sent_ns + received_ns) // 2,
         round_trip_ns=received_ns - sent_ns,
+        version=told.version,
     )
 
 
 def hello_payload(role: Role, secret: bytes) -> list[object]:
     """Give the payload of a HELLO."""
-    return Hello(MIN_VERSION, VERSION, role, SOFTWARE, secret).to_payload()
+    return Hello(*versions.SPOKEN, role, SOFTWARE, secret).to_payload()
 
 
 async def say_hello(
@@ -106,6 +111,7 @@ async def _measured_hello(
     reply = await link.request(Verb.HELLO, payload, deadline=deadline, connect_within=connect_within)
     received_ns = clock.now_ns()
     told = HelloReply.from_payload(reply.result())
+    link.version = versions.check_told(told.version)
     link.message_bytes = told.limits["message_bytes"]
     epoch = reply.header.epoch if reply.header is not None else 0
     return measure(epoch, told, sent_ns, received_ns)

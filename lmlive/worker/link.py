@@ -31,6 +31,7 @@ from lmlive.errors import (
     ServerUnavailable,
     WorkerClosed,
 )
+from lmlive.protocol import versions
 from lmlive.protocol.codec import REPLY, decode_header, encode_request
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.connection import Connection
@@ -79,6 +80,7 @@ class Link:
         late_replies: Replies that came after their request was given up.
         bad_frames: Frames that were no reply.
         message_bytes: The longest message that the server takes, as its HELLO told; None as long as none did.
+        version: The version of the wire that the server's HELLO chose, for all but HELLOs.
     """
 
     def __init__(self, context: Context, url: str, *, connect_timeout: float, clock: Clock | None = None) -> None:
@@ -86,6 +88,7 @@ class Link:
         self.late_replies = 0
         self.bad_frames = 0
         self.message_bytes: int | None = None
+        self.version = versions.SPOKEN.least
         self._context = context
         self._url = url
         self._connect_timeout = connect_timeout
@@ -179,6 +182,7 @@ class Link:
             instance_id=instance_id,
             generation=generation,
             deadline_ns=deadline_ns,
+            version=versions.SPOKEN.least if verb is Verb.HELLO else self.version,
         )
         if self.message_bytes is not None and len(frame) > self.message_bytes:
             # The server would cut the connection off, and with it everything else that is on its way.
@@ -212,6 +216,12 @@ class Link:
             self._arm(connect_by, request_id)
             self._look_again()
         return future
+
+    def give_up(self, future: asyncio.Future[Reply], *, also_sent: bool) -> None:
+        """End a request before its deadline, as if that had passed; one that was sent only if ``also_sent``."""
+        for request in tuple(self._pending.values()):
+            if request.future is future and (also_sent or not request.sent):
+                self._expire(request, self._clock.now())
 
     def server_exited(self, epoch: int) -> None:
         """End what was sent to a server whose process is gone: nobody will answer."""
@@ -284,7 +294,9 @@ class Link:
                 self._pump_soon()
 
     def _pump(self) -> None:
-        """Send what waits and take what came, until neither goes on."""
+        """Send what waits and take what came, until neither goes on; nothing in a child that runs its parent's loop."""
+        if os.getpid() != self._pid:
+            return
         self._flush()
         for _ in range(_BUDGET):
             if self._socket is None:
@@ -343,20 +355,19 @@ class Link:
         if not self._pump_due:
             for request_id in self._due.pop(now):
                 request = self._pending.get(request_id)
-                if request is not None:
+                # One that was sent meanwhile has another entry, for its deadline.
+                if request is not None and now >= (request.deadline if request.sent else request.connect_by):
                     self._expire(request, now)
             self._flush()
         if self._due:
             self._set_timer(now if self._pump_due else self._due.next)
 
     def _expire(self, request: _Request, now: float) -> None:
-        if not request.sent and now >= request.connect_by:
-            waited = now - request.since
-            error: LMLiveError = ServerUnavailable("nobody took the request here", url=self._url, waited=waited)
-        elif now >= request.deadline:
-            error = RequestTimeout("no answer before the deadline", url=self._url, waited=now - request.since)
+        waited = now - request.since
+        if request.sent:
+            error: LMLiveError = RequestTimeout("no answer in time", url=self._url, waited=waited)
         else:
-            return  # sent meanwhile; its deadline has an entry of its own
+            error = ServerUnavailable("nobody took the request here", url=self._url, waited=waited)
         late = request.late if request.sent else None
         self._end(request, unanswered(error, sent=request.sent))
         if late is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from typing import NoReturn
 
 from lmlive.errors import ForkedProcess, InvalidArgument
 
@@ -17,6 +18,10 @@ class Owner:
         self._what = what
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be sent to another process, and with it the worker or scheduler."""
+        raise TypeError(f"a {self._what} belongs to its process and cannot be sent to another: make a new one there")
 
     @property
     def elsewhere(self) -> bool:

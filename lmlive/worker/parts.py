@@ -72,7 +72,7 @@ class Parts:
             clock=clock,
             counters=counters,
         )
-        self.gate = BreakerGate(self.heart.ping, self._answered_at, clock)
+        self.gate = BreakerGate(self.exchange.ping, self._answered_at, clock)
         self.transfers = Transfers(
             self.exchange,
             self.heart,

@@ -7,7 +7,8 @@ typed; nothing is raised before somebody asks for the result.
 from typing import NamedTuple
 
 from lmlive.errors import LMLiveError, ProtocolError, VersionError
-from lmlive.protocol.codec import MIN_VERSION, VERSION, Header, decode_body
+from lmlive.protocol import versions
+from lmlive.protocol.codec import Header, decode_body
 from lmlive.protocol.messages import parse_error
 
 
@@ -40,10 +41,8 @@ def unanswered(error: LMLiveError, *, sent: bool) -> Reply:
 
 def read_reply(header: Header, frame: bytes) -> Reply:
     """Read the frame of a reply; what cannot be read is an error as well."""
-    if not MIN_VERSION <= header.version <= VERSION:
-        mine = f"{MIN_VERSION} to {VERSION}"
-        error = VersionError(f"the server speaks wire version {header.version}, this side {mine}: upgrade the older")
-        return Reply(header, [], error, sent=True)
+    if not versions.SPOKEN.has(header.version) and header.code != VersionError.code:  # that one every version can read
+        return Reply(header, [], versions.strange(header.version), sent=True)
     try:
         payload = decode_body(frame)
         if header.code == 0:

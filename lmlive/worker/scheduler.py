@@ -25,7 +25,6 @@ from lmlive.errors import (
     ProtocolError,
     RequestTimeout,
     ServerUnavailable,
-    StaleEpoch,
     WorkerClosed,
 )
 from lmlive.protocol.handshake import is_refusal
@@ -38,7 +37,7 @@ from lmlive.worker.gate import BreakerGate
 from lmlive.worker.hello import ServerFacts, say_hello
 from lmlive.worker.identity import check_identity, check_lease, check_url
 from lmlive.worker.link import Link
-from lmlive.worker.outcome import in_words, retrieve_reason
+from lmlive.worker.outcome import MET_ANOTHER, in_words, let_go, retrieve_reason
 from lmlive.worker.outlast import outlast
 from lmlive.worker.owner import Owner
 from lmlive.worker.prompt import Prompt
@@ -155,6 +154,7 @@ class Scheduler:
         self._counters[f"lookups_{found.reason}"] += 1
         if failure is not None and self._config.strict:
             raise failure
+        let_go(failure)
         return found
 
     async def release(self, lease: str | None) -> bool:
@@ -238,7 +238,10 @@ class Scheduler:
         self._tying.drop()
         if self._link is not None:
             self._link.close()
-        await self._crew.run(context.term)
+        try:
+            await self._crew.run(context.term)
+        except WorkerClosed:
+            context.term()  # the interpreter ends, so there are no threads: the linger bounds it
         self._crew.close()
 
     # the call
@@ -256,7 +259,7 @@ class Scheduler:
             keys = await prompt.hash(facts, self._crew, start_by=deadline)
             async with self._slots.one(facts.limits["in_flight"], deadline - self._clock.now()):
                 reply = await self._ask(link, facts, keys, lease, deadline)
-            if not isinstance(reply.error, StaleEpoch) or last:
+            if not isinstance(reply.error, MET_ANOTHER) or last:
                 break
             await self._meet_again(facts, deadline)
         told = LookupReply.from_payload(reply.result())
@@ -295,12 +298,11 @@ class Scheduler:
             deadline_ns=facts.deadline_ns(now + self._config.request_timeout),
         )
 
-    async def _ping(self) -> float:
+    async def _ping(self, patience: float) -> float:
         link, _ = self._usable()
         sent_at = self._clock.now()
-        reply = await link.request(
-            Verb.PING, Ping(None).to_payload(), deadline=sent_at + self._config.heartbeat_timeout
-        )
+        self._counters["probes"] += 1
+        reply = await link.request(Verb.PING, Ping(None).to_payload(), deadline=sent_at + patience)
         reply.result()
         return self._clock.now() - sent_at
 

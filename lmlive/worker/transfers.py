@@ -28,12 +28,12 @@ from lmlive.errors import (
 from lmlive.protocol.messages import RetrieveReply, StoreReply
 from lmlive.worker.breaker import QUICK
 from lmlive.worker.crew import Crew
-from lmlive.worker.exchange import GRACE, Exchange, Flight, NothingToSend
+from lmlive.worker.exchange import GRACE, Answer, Exchange, Flight, NothingToSend
 from lmlive.worker.gate import BreakerGate
 from lmlive.worker.heartbeat import Heartbeat
 from lmlive.worker.memory import WorkerMemory
 from lmlive.worker.order import Order
-from lmlive.worker.outcome import retrieve_reason, store_reason
+from lmlive.worker.outcome import let_go, retrieve_reason, store_reason
 from lmlive.worker.results import RetrieveResult, Settled, StoreResult
 
 log = logging.getLogger("lmlive.worker")
@@ -91,6 +91,7 @@ class Transfers:
         self._count("stores", result.reason)
         if error is not None and self._strict:
             raise error
+        let_go(error)
         return result
 
     async def retrieve(self, order: Order) -> RetrieveResult:
@@ -101,6 +102,7 @@ class Transfers:
         if error is not None and self._strict:
             # A copy, because one failure (of a REGISTER, say) may be that of several calls.
             raise type(error)(error.message, **{**error.fields, "result": result}) from error
+        let_go(error)
         return result
 
     async def drain(self) -> None:
@@ -129,7 +131,7 @@ class Transfers:
     async def _fly(self, operation: Callable[[Flight], Coroutine[Any, Any, T]]) -> T:
         flight = Flight()
         task = asyncio.get_running_loop().create_task(operation(flight))
-        self._flights[task] = flight
+        self._flights[task], flight.task = flight, task
         task.add_done_callback(self._flights.pop)
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
@@ -152,7 +154,9 @@ class Transfers:
             self._check_speed(self._gate.passes())
             await self._copy(self._memory.copy_in, order, flight, end=order.blocks.tokens, by=order.deadline)
             self._check_health()  # copying may have taken a while
-            answer = await self._exchange.run(order, flight)
+            # Once it is out it cannot be given up, so that the server answers has to be known, not believed.
+            self._check_speed(await self._gate.passes_proven(order.deadline - self._clock.now()))
+            answer = await self._watched(order, flight)
             told = StoreReply.from_payload(answer.reply.result())
         except NothingToSend:
             return StoreResult(0, 0, "partial_chunk"), None
@@ -171,7 +175,7 @@ class Transfers:
         try:
             self._check_health()
             self._check_speed(await self._gate.passes_fresh(order.deadline - self._clock.now()))
-            answer = await self._exchange.run(order, flight)
+            answer = await self._watched(order, flight)
             chunk_tokens = answer.facts.chunk_tokens
             told = _check_loaded(answer.reply.result(), blocks.whole_tokens(chunk_tokens))
             await self._copy(self._memory.copy_out, order, flight, end=told.tokens, by=order.deadline + GRACE)
@@ -188,6 +192,14 @@ class Transfers:
         failed = blocks.failed(told.tokens, chunk_tokens)
         return RetrieveResult(told.tokens, failed, told.reason, Settled(done=True)), None
 
+    async def _watched(self, order: Order, flight: Flight) -> Answer:
+        """Have an order answered by a server that goes on answering."""
+        self._gate.watch(flight, functools.partial(self._exchange.silence, order, flight))
+        try:
+            return await self._exchange.run(order, flight)
+        finally:
+            self._gate.unwatch(flight)
+
     def _blame(self, error: Exception) -> LMLiveError:
         """Take a failure for what it says of the server, and give it as one of ours."""
         if isinstance(error, LMLiveError):
@@ -199,9 +211,11 @@ class Transfers:
         return InternalError("the transfer failed on this side, see the log", type=type(error).__name__)
 
     def _closed(self, flight: Flight) -> LMLiveError:
-        """Tell a call that was ended by closing why; one that its caller cancelled is not told anything."""
-        if flight.cancelled or not self._closing:
+        """Tell a call that was ended from here why; one that its caller cancelled is not told anything."""
+        if flight.cancelled or not (self._closing or flight.silenced):
             raise asyncio.CancelledError
+        if flight.silenced:
+            return ServerUnavailable("the server stopped to answer: nothing was sent")
         return WorkerClosed("closed before anything was sent")
 
     def _check_health(self) -> None:

@@ -88,10 +88,15 @@ class Tying:
             return False
         try:
             deadline = min(by, self._clock.now() + PATIENCE)
-            self.tether = await open_tether(path, epoch=facts.epoch, clock=self._clock, deadline=deadline)
+            tether = await open_tether(path, epoch=facts.epoch, clock=self._clock, deadline=deadline)
         except _WEAKER as error:
             self._miss(error)
             return False
+        if self.stands(facts.epoch):  # a beat and a REGISTER may try at a time
+            tether.close()
+            return True
+        self.drop()
+        self.tether = tether
         self.refused = ""
         self._on_tether(self.tether)
         return True

@@ -113,6 +113,11 @@ class Unsettled:
         for doubt in [doubt for doubt in self._doubts if doubt.epoch == epoch]:
             self.settle(doubt)
 
+    async def wait(self) -> None:
+        """Wait until everything that is unsettled now is settled."""
+        for doubt in tuple(self._doubts):
+            await doubt.settled
+
     def close(self) -> None:
         """Watch on only what something unsettled was sent to."""
         self._closed = True

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import stat
 from pathlib import Path
@@ -76,6 +77,8 @@ async def test_frames_that_are_no_request(run_dir: Path, bind: Any) -> None:
 
 
 HTTP = b"GET /metrics HTTP/1.1\r\nHost: x\r\nUser-Agent: probe\r\n\r\n"
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" * 31
+"""ZeroMQ's own, and nothing after it that makes sense."""
 TLS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(506)
 
 
@@ -102,7 +105,7 @@ async def test_http_and_tls_on_the_socket_are_counted(run_dir: Path, transport: 
     bind = ("tcp://127.0.0.1:0",) if transport == "tcp" else ()
     async with witnessed(run_dir, bind=bind) as (stage, witness):
         path = stage.url.removeprefix("ipc://").removeprefix("tcp://")
-        for number, content in enumerate((HTTP, TLS), 1):
+        for number, content in enumerate((HTTP, TLS, random.Random(1).randbytes(200), GREETING + bytes(64)), 1):  # noqa: S311
             await throw(path, content)
             await eventually(lambda: stage.server.status().wire.handshake_failures == number)  # noqa: B023
         assert stage.server.status().wire.bad_frames == 0

@@ -18,6 +18,7 @@ from lmlive.protocol.verbs import Verb
 from tests.end_to_end.peer import filled_file, keys_of, peer, register, retrieve_of, store_of
 from tests.end_to_end.scene import BLOCK, CHUNK, PER_CHUNK, Cache, Scene, plain, prompt, scene
 from tests.end_to_end.witness import witnessed
+from tests.fuzz.values import spoil
 
 HEADS = 64
 SLOTS = 4
@@ -98,30 +99,6 @@ async def test_whatever_happens_what_is_loaded_is_what_was_stored(run_dir: Path,
         assert not status.instances
         assert stage.host.mapped == 0
         assert set(status.wire.errors) <= {"RequestTimeout", "StaleGeneration", "UnknownInstance"}
-
-
-def anything(rng: random.Random, depth: int = 0) -> object:
-    """Make a value that no verb expects, mostly."""
-    kind = rng.randrange(6 if depth < 3 else 4)
-    if kind == 0:
-        return rng.choice([0, 1, -1, 7, 2**31, 2**63 - 1, 2**64 - 1, True, None, 1.5])
-    if kind == 1:
-        return rng.randbytes(rng.choice([0, 1, 16, 31, 32, 33, 64]))
-    if kind == 2:
-        return rng.choice(["", "m", "\0", "x" * 5000, "é", "server_driven", "fd", "float32"])
-    if kind == 3:
-        return rng.randrange(1000)
-    return [anything(rng, depth + 1) for _ in range(rng.randrange(5))]
-
-
-def spoil(rng: random.Random, payload: list[object]) -> list[object]:
-    """Replace a part of a payload, or a part of a part."""
-    spoilt = list(payload)
-    if spoilt:
-        at = rng.randrange(len(spoilt))
-        part = spoilt[at]
-        spoilt[at] = spoil(rng, part) if isinstance(part, list) and part and rng.random() < 0.7 else anything(rng)
-    return spoilt
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -160,7 +160,7 @@ async def test_a_store_that_a_stopped_server_was_doing_is_never_seen(run_dir: Pa
             assert (stored.tokens, stored.chunks, stored.reason) == (0, 0, "timeout")
             assert not a.unsettled_blocks
         server.cont()
-        await eventually(lambda: a.stats()["late_replies"] == 1)
+        await eventually(lambda: a.stats()["late_replies"] >= 1)
         assert (await scheduler.lookup(TOKENS)).tokens == 0
         status = await raw.status()
         assert (status["pool"]["chunks"], status["pool"]["used_bytes"]) == (0, 0)

@@ -81,18 +81,40 @@ async def test_a_killed_server_is_noticed_at_once_and_its_successor_joined(run_d
         assert (await status(server.url))["instances"] == []
 
 
-async def test_a_stopped_server_holds_each_call_by_its_own_deadline(run_dir: Path) -> None:
+async def test_a_stopped_server_costs_a_store_one_unanswered_ping(run_dir: Path) -> None:
     config = fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)
     async with serve(run_dir) as server, make(server.url, config=config) as worker:
+        assert (await worker.store(PROMPT, IDS)).reason == "stored"
         server.stop()
         try:
-            patient = asyncio.ensure_future(worker.store(PROMPT, IDS, deadline=soon(60.0)))
-            await asyncio.sleep(0)
-            assert (await worker.store(PROMPT, IDS, deadline=soon(0.1))).reason == "timeout"
-            assert not patient.done()
+            assert (await worker.store(PROMPT, IDS, deadline=soon(60.0))).reason == "unhealthy"
+            assert (await worker.store(PROMPT, IDS, deadline=soon(60.0))).reason == "unhealthy"
+            assert worker.stats()["breaker_opened"] == 1
         finally:
             server.cont()
-        assert (await patient).reason == "stored"
+
+        async def stores() -> bool:
+            return (await worker.store(PROMPT, IDS)).reason == "present"
+
+        await eventually(stores, within=PATIENCE)
+
+
+async def test_a_stopped_server_costs_a_long_retrieve_a_moment_and_its_blocks(run_dir: Path) -> None:
+    config = fast(heartbeat_interval=60.0, heartbeat_timeout=60.0)
+    async with serve(run_dir) as server, make(server.url, config=config) as worker:
+        assert (await worker.store(PROMPT, IDS)).reason == "stored"
+        server.stop()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                loaded = await worker.retrieve(PROMPT, IDS, deadline=soon(60.0))
+            assert loaded.reason in {"in_doubt", "unhealthy"}  # sent on a fresh sign of life, or a PING came first
+            assert worker.unsettled_blocks == (set(ASKED) if loaded.reason == "in_doubt" else set())
+            assert (await worker.retrieve(PROMPT, IDS)).reason == "unhealthy"
+            assert worker.stats()["breaker_opened"] == 1
+        finally:
+            server.cont()
+        await loaded.settled
+        assert worker.unsettled_blocks == frozenset()
 
 
 async def test_an_idle_worker_joins_the_successor_too(run_dir: Path) -> None:

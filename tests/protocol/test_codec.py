@@ -16,7 +16,6 @@ from lmlive.errors import (
     NotOwner,
     ProtocolError,
     StaleGeneration,
-    VersionError,
 )
 from lmlive.protocol import codec
 from lmlive.protocol.codec import Header, decode_body, decode_header, encode_error, encode_reply, encode_request
@@ -185,6 +184,27 @@ def test_announced_lengths_do_not_take_memory_beyond_the_frame(array: bytes) -> 
     assert peak < 64 << 20
 
 
+@pytest.mark.parametrize("frame", [request_body(b""), encode_reply(1, 0, 0, 0, [])[:48]])
+@pytest.mark.parametrize("array", [b"\xdc\x10\x00", b"\xdc\xff\xff", b"\xdc\x01\x2c", b"\xdd\x00\x00\x10\x00"])
+def test_a_short_frame_cannot_announce_much(frame: bytes, array: bytes) -> None:
+    bomb = frame + array * 600
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPayload):
+            decode_body(bomb)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1000 * len(bomb)
+
+
+@pytest.mark.parametrize("count", [64, 65, 4096])
+def test_as_many_handles_as_may_be_come_in_the_shortest_words(count: int) -> None:
+    handles: list[object] = [["fd", 0, 1]] * count
+    assert decode_body(encode_request(Verb.REGISTER, 1, [handles])) == [handles]
+    assert decode_body(encode_request(Verb.REGISTER, 1, [[None] * 64])) == [[None] * 64]
+
+
 def test_a_reply_may_hold_a_map_and_ten_thousand_events() -> None:
     events: list[object] = [[{"seq": number, "kind": "reaped"} for number in range(10_000)]]
     assert decode_body(encode_reply(1, 0, 0, 0, events)) == events
@@ -232,20 +252,6 @@ def test_an_unknown_error_code_is_a_refusal() -> None:
 def test_an_error_reply_of_another_form_is_an_invalid_payload(payload: list[object]) -> None:
     with pytest.raises(InvalidPayload):
         parse_error(StaleGeneration.code, payload)
-
-
-@pytest.mark.parametrize("theirs", [(1, 1), (0, 1), (1, 255), (0, 9)])
-def test_the_highest_common_version_is_taken(theirs: tuple[int, int]) -> None:
-    assert codec.negotiate(*theirs) == 1
-
-
-@pytest.mark.parametrize("theirs", [(2, 5), (0, 0), (5, 2)])
-def test_without_a_common_version_both_ranges_are_named(theirs: tuple[int, int]) -> None:
-    with pytest.raises(VersionError) as caught:
-        codec.negotiate(*theirs)
-    assert caught.value.fields == {"server_min": 1, "server_max": 1, "peer_min": theirs[0], "peer_max": theirs[1]}
-    assert f"{theirs[0]} to {theirs[1]}" in str(caught.value)
-    assert "1 to 1" in str(caught.value)
 
 
 def test_replies_of_two_threads_do_not_mix() -> None:

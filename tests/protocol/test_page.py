@@ -1,6 +1,5 @@
 """docs/protocol.md says what the code does: each number, each rule that is a number, each byte."""
 
-import ast
 import hashlib
 import re
 import struct
@@ -12,17 +11,12 @@ import pytest
 from lmlive.cache.keys import chunk_keys, salt_tag
 from lmlive.errors import BY_CODE
 from lmlive.protocol import codec, parts, replies, tether, transfers
-from lmlive.protocol.codec import decode_body, decode_header, encode_reply, encode_request
-from lmlive.protocol.messages import MODES, parse_error, parse_reply, parse_request
+from lmlive.protocol.messages import MODES
 from lmlive.protocol.verbs import FENCED, FENCED_BY_EPOCH, TOUCHING, Role, Verb
+from tests.protocol.shown import Vector, blocks, check_frame, check_packet, vectors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 NOT_BUILT = {Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE}
-
-
-def blocks(kind: str) -> list[list[str]]:
-    found = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return [block.splitlines() for block in found]
 
 
 def table(first_column: str) -> list[list[str]]:
@@ -40,54 +34,13 @@ def table(first_column: str) -> list[list[str]]:
     return rows
 
 
-def literal(text: str) -> list[object]:
-    with_bytes = re.sub(r"h'([0-9a-f]*)'", lambda match: repr(bytes.fromhex(match[1])), text)
-    value = ast.literal_eval(with_bytes)
-    assert isinstance(value, list)
-    return value
+FRAMES = [vector for vector in vectors(PAGE) if vector[0] != "tether"]
+PACKETS = [vector for vector in vectors(PAGE) if vector[0] == "tether"]
 
 
-def vectors() -> list[tuple[str, str, dict[str, int], list[object], bytes]]:
-    found = []
-    for title, payload, *hexadecimal in blocks("vector"):
-        name, kind, *fields = title.split()
-        numbers = {key: int(value, 0) for key, value in (field.split("=") for field in fields)}
-        found.append((name, kind, numbers, literal(payload), bytes.fromhex("".join(hexadecimal))))
-    return found
-
-
-FRAMES = [vector for vector in vectors() if vector[0] != "tether"]
-PACKETS = [vector for vector in vectors() if vector[0] == "tether"]
-
-
-@pytest.mark.parametrize(("name", "kind", "fields", "payload", "frame"), FRAMES)
-def test_a_vector_encodes_and_decodes_exactly(
-    name: str, kind: str, fields: dict[str, int], payload: list[object], frame: bytes
-) -> None:
-    header = decode_header(frame)
-    stated = {field: value for field, value in header._asdict().items() if value and field not in ("version", "kind")}
-    body = decode_body(frame)
-    assert repr(body) == repr(payload)
-    if kind == "request":
-        assert stated == {**fields, "code": Verb[name]}
-        rest = {key: value for key, value in fields.items() if key != "request_id"}
-        assert encode_request(Verb[name], fields["request_id"], payload, **rest) == frame
-        message = parse_request(header.code, body)
-        assert encode_request(header.code, fields["request_id"], message.to_payload(), **rest) == frame
-        return
-    assert kind == "reply"
-    assert stated == fields
-    assert header.kind == codec.REPLY
-    senders = (header.request_id, header.epoch, header.instance_id, header.generation)
-    assert encode_reply(*senders, payload, code=header.code) == frame
-    if name == "error":
-        assert codec.encode_error(*senders, parse_error(header.code, body)) == frame
-        return
-    result = parse_reply(Verb[name], body)
-    again: list[object] = result.to_payload() if hasattr(result, "to_payload") else [result]
-    assert encode_reply(*senders, again) == frame
-    if name == "PING":
-        assert codec.encode_pong(*senders) == frame
+@pytest.mark.parametrize("vector", FRAMES)
+def test_a_vector_encodes_and_decodes_exactly(vector: Vector) -> None:
+    check_frame(vector, codec.VERSION)
 
 
 def test_each_verb_of_this_build_has_a_request_and_a_reply() -> None:
@@ -96,26 +49,10 @@ def test_each_verb_of_this_build_has_a_request_and_a_reply() -> None:
     assert shown == wanted | {("error", "reply")}
 
 
-@pytest.mark.parametrize(("name", "kind", "fields", "payload", "packet"), PACKETS)
-def test_a_tether_vector_encodes_and_decodes_exactly(
-    name: str, kind: str, fields: dict[str, int], payload: list[object], packet: bytes
-) -> None:
-    assert msgpack.packb(payload) == packet
-    match kind:
-        case "greeting":
-            assert tether.Greeting.decode(packet).encode() == packet
-        case "offer":
-            assert tether.Offer.decode(packet).encode() == packet
-        case "receipt":
-            receipt = tether.decode_answer(packet)
-            assert isinstance(receipt, tether.Receipt)
-            assert receipt.encode() == packet
-        case "refusal":
-            error = tether.decode_answer(packet)
-            assert isinstance(error, BY_CODE[24])
-            assert tether.encode_refusal(error) == packet
-        case _:
-            pytest.fail(f"unknown packet {kind}")
+@pytest.mark.parametrize("vector", PACKETS)
+def test_a_tether_vector_encodes_and_decodes_exactly(vector: Vector) -> None:
+    assert msgpack.packb(vector[3]) == vector[4]
+    check_packet(vector)
 
 
 def test_every_packet_of_the_tether_is_shown() -> None:
@@ -158,7 +95,10 @@ def test_the_error_table_is_the_exceptions() -> None:
 
 def test_the_limits_are_the_constants() -> None:
     rules = {name: rule for name, rule in table("value")}  # noqa: C416 - two cells of a row
-    assert rules["arrays in a request"] == f"at most {codec.MAX_ITEMS} items"
+    assert rules["arrays in a request"] == (
+        f"at most {codec.MAX_ITEMS} items; of more than {codec.FEW_ITEMS}, "
+        f"at most one for each {codec.ITEM_BYTES} bytes of the body"
+    )
     assert rules["strings in a request"] == f"at most {codec.MAX_TEXT_BYTES} bytes of UTF-8"
     assert rules["role"] == ", ".join(f"{int(role)} {role.name.lower()}" for role in Role)
     assert rules["world_size"] == f"1 to {transfers.MAX_RANKS}"
@@ -178,7 +118,7 @@ def test_the_limits_are_the_constants() -> None:
     assert f"at most {tether.MAX_PACKET_BYTES:,} bytes" in PAGE
 
 
-@pytest.mark.parametrize("block", blocks("keys"))
+@pytest.mark.parametrize("block", blocks(PAGE, "keys"))
 def test_the_golden_keys_are_the_chain(block: list[str]) -> None:
     title, *rows = block
     stated = re.fullmatch(r"adapter='(.*)' salt='(.*)' chunk_tokens=(\d+) tokens=0\.\.(\d+)", title)

@@ -68,8 +68,11 @@ class FakeServer:
         """What tethers are greeted with, if not with the epoch; they are closed then."""
         self.paused = False
         """Whether the ROUTER is left alone."""
+        self.answers_probes = True
+        """Whether PINGs over data connections are answered also while PINGs are held or ignored."""
         self.stop_reading = False
         """Whether offers get no receipt."""
+        self._members: set[bytes] = set()
         self._cut = False
         self._stop = threading.Event()
         self._bound = threading.Event()
@@ -196,9 +199,13 @@ class FakeServer:
             peer, frame = router.recv_multipart()
             request = Request(peer, decode_header(frame), decode_body(frame))
             self.requests.append(request)
-            if request.verb in self._ignored:
+            if request.verb is Verb.REGISTER:
+                self._members.add(peer)
+            # Holding PINGs holds the beat's; those of a data connection ask whether the server says anything.
+            probes = request.verb is Verb.PING and request.payload != [None] and peer not in self._members
+            if request.verb in self._ignored and not (probes and self.answers_probes):
                 continue
-            if request.verb in self._held:
+            if request.verb in self._held and not (probes and self.answers_probes):
                 self._kept.append(request)
             else:
                 self._reply(router, request)

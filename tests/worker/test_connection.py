@@ -201,3 +201,14 @@ async def test_where_no_descriptor_is_left_it_tries_again_later(
                 await eventually(lambda: failed >= 2)
             keys.welcome("stranger")
             await eventually(lambda: answered(link))
+
+
+def test_sockets_of_one_context_never_share_a_monitors_address() -> None:
+    """A socket that is replaced lives on in libzmq for a moment, and another may get its place in memory."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for _ in range(200):
+        for sock in dealer.open_dealer(
+            context, "tcp://127.0.0.1:1", connect_timeout=1.0, events=int(zmq.EVENT_CONNECTED)
+        ):
+            sock.close(0)
+    context.term()

@@ -52,6 +52,13 @@ def test_a_deadline_beyond_all_time_still_travels() -> None:
     assert ServerFacts(7, 256, 0.0, LIMITS, None, 0, 0).deadline_ns(1e300) == 10**18
 
 
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63)])
+def test_whatever_clock_a_server_claims_to_have_a_deadline_fits_the_wire(offset: int) -> None:
+    facts = ServerFacts(7, 256, 0.0, LIMITS, None, offset, 0)
+    for deadline in (0.0, 1e300):
+        assert 0 < facts.deadline_ns(deadline) < 2**63
+
+
 async def test_a_slow_first_round_trip_is_measured_again(run_dir: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, f"ipc://{run_dir}/router.sock", connect_timeout=1.0)

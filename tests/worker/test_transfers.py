@@ -89,6 +89,7 @@ async def test_after_a_silence_a_retrieve_first_asks_whether_the_server_answers(
         await eventually(lambda: server.seen(Verb.PING))
         assert worker._parts is not None
         worker._parts.gate.breaker._fresh = 0.0
+        server.answers_probes = False
         with server.ignore(Verb.PING):
             loaded = await worker.retrieve(TOKENS, IDS)
             assert (loaded.reason, loaded.failed_blocks) == ("unhealthy", ASKED)
@@ -298,6 +299,7 @@ async def test_a_retrieve_waits_for_a_sign_of_life_by_its_own_deadline(server: F
         assert worker._parts is not None
         worker._parts.gate.breaker._fresh = 0.0
         worker._parts.gate.breaker.quick = 30.0
+        server.answers_probes = False
         with server.ignore(Verb.PING):
             loaded = await worker.retrieve(TOKENS, IDS, deadline=soon(0.02))
             assert (loaded.reason, loaded.failed_blocks) == ("timeout", ASKED)

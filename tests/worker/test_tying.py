@@ -1,0 +1,31 @@
+"""Several who want a tether at a time get one, and none is left behind."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from lmlive.clock import MonotonicClock
+from lmlive.protocol.verbs import Role
+from lmlive.worker.hello import ServerFacts
+from lmlive.worker.tether import Tether
+from lmlive.worker.tying import Tying
+from tests.conftest import eventually
+from tests.worker.fake_server import LIMITS, FakeServer
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+async def test_attempts_at_a_time_leave_one_tether(run_dir: Path, others: int) -> None:
+    clock = MonotonicClock()
+    stand: list[Tether] = []
+    facts = ServerFacts(7, 64, 0.0, LIMITS, None, 0, 0)
+    with FakeServer(run_dir) as server:
+        tying = Tying(server.url, clock, secret=bytes(16), instance_id=3, role=Role.WORKER, on_tether=stand.append)
+        by = clock.now() + 5.0
+        attempts = [tying.offer(facts, [], by), *(tying.tie(facts, by) for _ in range(others))]
+        assert all(await asyncio.gather(*attempts))
+        assert tying.tether is not None
+        assert stand == [tying.tether]
+        assert not tying.tether.lost
+        await eventually(lambda: server.offers)
+        tying.drop()
