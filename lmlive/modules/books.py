@@ -43,6 +43,7 @@ class Connections:
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
         self._by_peer: OrderedDict[bytes, Connection] = OrderedDict()
+        self._registered: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Count them."""
@@ -54,6 +55,17 @@ class Connections:
         self._by_peer.move_to_end(peer)
         if len(self._by_peer) > self._maximum:
             self._by_peer.popitem(last=False)
+
+    def note_register(self, peer: bytes) -> None:
+        """Note that an instance was registered over a connection."""
+        self._registered[peer] = None
+        self._registered.move_to_end(peer)
+        if len(self._registered) > self._maximum:
+            self._registered.popitem(last=False)
+
+    def has_registered(self, peer: bytes) -> bool:
+        """Tell whether an instance was registered over a connection."""
+        return peer in self._registered
 
     def find(self, peer: bytes) -> Connection | None:
         """Give what this connection said, and keep it from falling out."""

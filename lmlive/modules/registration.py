@@ -130,6 +130,7 @@ def _install(
 def _enroll(books: Books, call: Call, facts: Facts, *, mapped_bytes: int = 0) -> Registration:
     """Write into the roster; what is superseded leaves before its successor is installed."""
     registered = books.roster.register(facts, books.moment())
+    books.connections.note_register(call.peer)
     if registered.removal is not None:
         remove(books, registered.removal)
     registration = registered.registration

@@ -10,7 +10,7 @@ Loop thread only; the one function that is not says so.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lmlive.errors import InternalError, LMLiveError
 from lmlive.liveness.roster import Standing
@@ -26,6 +26,9 @@ log = logging.getLogger("lmlive.server")
 
 PendingPing = tuple[bytes, bytes, Header, int]
 """Peer, frame, header, the sender's generation."""
+ODD: Final = "OddPing"
+"""Under which a PING without an id is counted among the errors, if it comes over a connection that registered an
+instance: it is answered and means nothing, so whoever meant a heartbeat by it has none."""
 
 
 class PingLine:
@@ -65,6 +68,8 @@ class PingLine:
                 generation = books.roster.generation_of(instance_id)
             for target in books.targets:
                 tell(books, target.touch_instance, instance_id)
+        elif self._books.connections.has_registered(peer):
+            self._books.errors[ODD] += 1
         self._waiting.append((peer, frame, header, generation))
 
     def hand_over(self) -> None:

@@ -28,6 +28,7 @@ from lmlive.protocol.messages import Store
 from lmlive.protocol.verbs import Verb
 from tests.modules.registry import BARE, OTHER, SECRET
 from tests.server.house import EPOCH, House
+from tests.server.raw import bare
 
 STORE: list[object] = [b"k" * 32, [b"\0" * 4], 0, bytes(16)]
 
@@ -54,6 +55,23 @@ async def test_a_ping_is_answered_by_the_normal_lane_with_one_hand_off_for_all()
     assert work.lane is Lane.NORMAL
     assert [body for _, body in house.replies()] == [[True]] * 5
     assert house.outbox.batches == 1
+
+
+async def test_a_ping_without_an_id_where_an_instance_was_registered_is_answered_and_counted_as_odd() -> None:
+    house = House()
+    house.ask(Verb.PING, [None])
+    house.ask(Verb.REGISTER, bare(), instance_id=7)
+    house.replies()
+    assert "OddPing" not in house.books.errors
+    house.registry.pass_time(1.0)
+    house.ask(Verb.PING, [None])
+    house.ask(Verb.PING, [None], peer=b"a scheduler")
+    assert [body for _, body in house.replies()] == [[True]] * 2
+    assert house.books.errors["OddPing"] == 1
+    assert house.silence() == 1.0
+    live = house.books.roster.get(7)
+    assert live is not None
+    assert not live.proven
 
 
 async def test_only_a_full_match_is_a_sign_of_life_and_the_reply_tells_the_generation() -> None:
