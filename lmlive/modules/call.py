@@ -63,6 +63,7 @@ class Call:
     Attributes:
         message: The request's body, once it was checked.
         source: Where a REGISTER came from; None for other verbs.
+        fingerprint: Of what a REGISTER asked for when it came; empty for other verbs.
         answered: Whether the reply went out.
         deferred: Whether the answer comes later, from neither admit nor settle.
     """
@@ -73,6 +74,7 @@ class Call:
         "answered",
         "connection",
         "deferred",
+        "fingerprint",
         "header",
         "message",
         "moment",
@@ -95,6 +97,7 @@ class Call:
         self.source: Source | None = None
         self.moment = moment
         self.connection = connection
+        self.fingerprint = b""
         self.answered = False
         self.deferred = False
         self._answer = answer

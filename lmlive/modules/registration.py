@@ -17,6 +17,7 @@ from lmlive.cache.layout import KVLayout
 from lmlive.device.context import CacheContext
 from lmlive.errors import (
     InternalError,
+    InvalidHandle,
     LMLiveError,
     ServerBusy,
     ServerDraining,
@@ -45,11 +46,14 @@ _RETRY_AFTER = 0.5
 
 
 def admit_register(books: Books, call: Call) -> Work | None:
-    """Refresh, join, wait, or open the handles."""
+    """Refresh, join, wait, or open the handles: those that the tether had brought when the REGISTER came."""
     message = call.body(Register)
     tether = books.tethers.get(hash_secret(message.secret))
     layout = read_layout(books, message)
     facts = _read_facts(call, message, tether)
+    if call.fingerprint not in {b"", facts.fingerprint}:
+        raise InvalidHandle("other descriptors came while this REGISTER waited its turn: send the table again")
+    call.fingerprint = facts.fingerprint
     outcome = books.roster.would(facts)
     note_channel(books, call.source, facts.instance_id)
     opening = books.openings.get(facts.instance_id)

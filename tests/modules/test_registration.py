@@ -143,6 +143,24 @@ def test_a_different_request_waits_for_the_opening_that_runs() -> None:
     assert isinstance(stranger.answer, NotOwner)
 
 
+def test_who_waited_its_turn_does_not_get_the_memory_of_a_later_table() -> None:
+    registry = Registry()
+    registry.tether()
+    first = registry.register()
+    waited_for = registry.tether()
+    second = registry.register()
+    waited_for.table.close()  # as a later table does
+    later = registry.tether()
+    first.run()
+    second.start(registry.books)
+    assert second.work is None
+    assert isinstance(second.answer, InvalidHandle)
+    assert later.table.held == 1
+    third = registry.register().run()
+    assert isinstance(third.answer, list)
+    assert registry.books.roster.generation_of(7) == 2
+
+
 def test_a_failure_to_open_is_everybodys_answer_and_leaves_nothing() -> None:
     registry = Registry()
     before = descriptors()
