@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,21 @@ class Puppet:
 
 
 @contextlib.asynccontextmanager
-async def puppet(url: str, role: str, **config: object) -> AsyncIterator[Puppet]:
-    """Start one, with these settings; it is killed at the latest when this is left."""
+async def puppet(
+    url: str, role: str, *, under: Sequence[str] = (), build: Sequence[str] = (), **config: object
+) -> AsyncIterator[Puppet]:
+    """Start one; it is killed at the latest when this is left.
+
+    Args:
+        url: Its server's.
+        role: "worker" or "scheduler".
+        under: The command that starts the interpreter, as ``unshare``.
+        build: The module that runs ours, and its arguments.
+        config: Its settings.
+    """
+    command = (*under, sys.executable, "-m", *build, "tests.processes.kv_peer", url, role, json.dumps(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.processes.kv_peer", url, role, json.dumps(config)),
+        *command,
         env={**os.environ, "PYTHONPATH": ROOT},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -93,6 +104,7 @@ def say(**facts: object) -> None:
 async def be_worker(url: str, config: lmlive.WorkerConfig) -> None:
     memory = lmlive.shared_empty(SHAPE, "float32")
     memory[:] = content()
+    schedulers = []  # as long as this process lives, which is killed
     async with lmlive.Worker(
         url, kv_caches={"kv": memory}, block_tokens=BLOCK, model="m", block_axis=1, config=config
     ) as worker:
@@ -105,6 +117,10 @@ async def be_worker(url: str, config: lmlive.WorkerConfig) -> None:
                 say(pong=await worker.ping())
             elif word == "state":
                 say(healthy=worker.healthy, generation=worker.generation, stats=worker.stats())
+            elif word == "lookup":  # its own scheduler's, as in an engine of one process
+                schedulers.append(await lmlive.Scheduler(url, model="m", config=config).__aenter__())
+                found = await schedulers[-1].lookup(TOKENS)
+                say(tokens=found.tokens, lease=found.lease)
             elif word.startswith("freeze"):  # a call into C that keeps the GIL, as a driver's may
                 ctypes.PyDLL(None).usleep(int(float(word.removeprefix("freeze")) * 1e6))
                 say(frozen=True)

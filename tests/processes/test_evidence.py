@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +15,22 @@ from lmlive.protocol.codec import encode_request
 from lmlive.protocol.verbs import Verb
 from lmlive.testing import ServerProcess
 from tests.conftest import eventually
+from tests.processes.namespaces import NAMESPACE, need_namespaces
 from tests.server.raw import SECRET, Raw, bare
 from tests.server.tethered import WORKER, line_of, offer, start
 
 SMALL = ("--pool-bytes", "2MiB")
 SHORT = ("--worker-reap-timeout-seconds", "1", "--worker-registration-grace-seconds", "1")
 SHORT_ALLOWED = {"LMLIVE_ALLOW_SHORT_TIMEOUTS": "1"}
-NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 ROOT = Path(__file__).parents[2]
 PATIENCE = 15.0
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.may_block]  # reads what processes print
 
 
-@cache
-def why_no_namespaces() -> str:
-    """Say why no pid namespace can be made here; nothing if one can."""
-    try:
-        done = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True, timeout=10, check=False)
-    except OSError as error:
-        return str(error)
-    return done.stderr.strip() if done.returncode else ""
-
-
 @pytest.fixture
 def _namespaces() -> None:
-    if reason := why_no_namespaces():
-        pytest.skip(f"no pid namespace can be made here: {reason}")
+    need_namespaces()
 
 
 needs_namespaces = pytest.mark.usefixtures("_namespaces")

@@ -10,6 +10,7 @@ import pytest
 
 from lmlive.testing import ServerProcess
 from tests.conftest import eventually
+from tests.processes.short import Stage, both_ways
 from tests.server.raw import Raw
 
 ROOT = Path(__file__).parents[2]
@@ -57,19 +58,24 @@ async def test_a_fork_is_refused_and_does_no_harm(run_dir: Path, scenario: str) 
 
 
 async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_sockets(run_dir: Path) -> None:
-    async with (
-        ServerProcess("--pool-bytes", "64MiB", run_dir=run_dir) as server,
-        Raw(server.url) as raw,
-        running(server.url, "outlived") as process,
-    ):
-        assert process.stdout is not None
-        assert await process.stdout.readline() == b"fine\n"
+    """By silence alone as well: the child says nothing, and its descriptors are no sign of life."""
 
-        async def reaped() -> bool:
-            return bool((await raw.status())["liveness"]["reaps"]["exit"] == 1)
+    async def play(at: Stage) -> None:
+        before = at.held()
+        async with running(at.server.url, "outlived") as process:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"fine\n"
 
-        await eventually(reaped, within=PATIENCE)
-        assert (await raw.status())["instances"] == []
+            async def reaped() -> bool:
+                return bool((await at.raw.status())["liveness"]["reaps"]["exit" if at.evidence else "silence"] == 1)
+
+            await eventually(reaped, within=PATIENCE)
+            await eventually(at.owes_nothing, within=PATIENCE)
+            assert await at.instances() == {}
+            assert at.held().segments == before.segments
+        await at.holds_only(before)  # the child's end has ended the rest
+
+    await both_ways(run_dir, play, "--pool-bytes", "64MiB")
 
 
 async def test_an_interpreter_that_ends_without_closing_says_goodbye_and_nothing_else(run_dir: Path) -> None:

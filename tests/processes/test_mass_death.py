@@ -3,6 +3,7 @@
 ``LMLIVE_TEST_DEATHS=1000`` makes them a thousand.
 """
 
+import contextlib
 import importlib.util
 import os
 from collections import Counter
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from lmlive.protocol.verbs import Verb
+from tests.server.raw import BLOCK_BYTES, register
 
 DEATHS = int(os.environ.get("LMLIVE_TEST_DEATHS", "200"))
+BLOCKS = 4
 LIGHT = Path(__file__).parents[2] / "benchmarks" / "_light.py"
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.may_block]
@@ -30,22 +33,36 @@ def light() -> Any:
 
 
 def descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    """Count what a process has open, but for what threads wake each other by: the first long reply starts some."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(entry.readlink()))
+    return sum("[eventfd]" not in target and "[eventpoll]" not in target for target in found)
 
 
-def test_many_light_processes_killed_at_once() -> None:
+def segments(pid: int) -> int:
+    """Count the workers' memory that a process maps."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:lmlive-light")
+
+
+@pytest.mark.parametrize("memory", [0, BLOCKS * BLOCK_BYTES], ids=["bare", "memory"])
+def test_many_light_processes_killed_at_once(memory: int) -> None:
     module = light()
     with (
         module.light_server() as url,
-        module.LightWorkers(url, DEATHS) as workers,
+        module.LightWorkers(url, DEATHS, memory) as workers,
         module.Connection(url) as connection,
     ):
         pid = connection.ask(Verb.STATUS, [])["server"]["pid"]
         *victims, survivor = workers.all
         for worker in workers.all:
-            connection.register(worker)
-        connection.events()  # the first long reply makes libzmq's binding a thread, with descriptors, for good
+            if memory:
+                connection.ask(Verb.REGISTER, register(BLOCKS, worker.secret), instance_id=worker.instance_id)
+            else:
+                connection.register(worker)
         held = descriptors(pid)
+        assert segments(pid) == (DEATHS if memory else 0)
         for worker in victims:
             workers.kill(worker)
         workers.exits(len(victims))
@@ -54,13 +71,14 @@ def test_many_light_processes_killed_at_once() -> None:
         reaped = Counter(event["instance_id"] for event in events if event["kind"] == "reaped")
         assert reaped == Counter(str(worker.instance_id) for worker in victims)
         assert {event["reason"] for event in events if event["kind"] == "reaped"} == {"exit"}
-        status = connection.ask(Verb.STATUS, [])
-        assert [one["instance_id"] for one in status["instances"]] == [str(survivor.instance_id)]
-        assert status["liveness"]["reaps"]["exit"] == len(victims)
-        assert (status["releases"]["pending"], status["releases"]["stuck"]) == (0, 0)
         left = held - 2 * len(victims)  # of each the tether and the process
         for _ in range(1000):
-            if descriptors(pid) <= left:
+            status = connection.ask(Verb.STATUS, [])  # closing is off the loop, and takes its time
+            if descriptors(pid) <= left and not status["releases"]["pending"]:
                 break
-            connection.ask(Verb.STATUS, [])  # closing is off the loop, and takes its time
         assert descriptors(pid) <= left
+        assert segments(pid) == (1 if memory else 0)
+        assert status["releases"] == {"pending": 0, "done": len(victims), "by_exit": 0, "stuck": 0}
+        assert [one["instance_id"] for one in status["instances"]] == [str(survivor.instance_id)]
+        assert status["liveness"]["reaps"]["exit"] == len(victims)
+        assert [one["state"] for one in status["instances"]] == ["active"]
