@@ -9,6 +9,7 @@ compared with.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import select
@@ -62,13 +63,15 @@ class LightWorkers:
     Args:
         url: An ipc address of the server.
         count: How many.
+        memory: Bytes of the memory that each offers beside; 0 for none.
     """
 
-    def __init__(self, url: str, count: int) -> None:
+    def __init__(self, url: str, count: int, memory: int = 0) -> None:
         _allow_descriptors(2 * count + 64)
         self._folder = tempfile.TemporaryDirectory(prefix="lmlive-")
         self._tether = f"{url.removeprefix('ipc://')}.tether"
         self._count = count
+        self._memory = memory
         self._program = _build(Path(self._folder.name))
         self._watcher = 0
         self._stamps = -1
@@ -118,16 +121,17 @@ class LightWorkers:
 
     def _start(self, instance_id: int) -> LightWorker:
         read, write = os.pipe()
-        offer = Offer(instance_id.to_bytes(16, "little"), instance_id, Role.WORKER, 0, 0).encode()
+        count = 1 if self._memory else 0
+        offer = Offer(instance_id.to_bytes(16, "little"), instance_id, Role.WORKER, 0, count).encode()
         try:
             if self._program is not None:
                 os.set_inheritable(write, True)
-                arguments = [self._program, self._tether, offer.hex(), str(write)]
+                arguments = [self._program, self._tether, offer.hex(), str(write), str(self._memory)]
                 pid = os.posix_spawn(self._program, arguments, {})
             else:
                 pid = os.fork()
                 if pid == 0:
-                    _be_a_worker(self._tether, offer, write)
+                    _be_a_worker(self._tether, offer, write, self._memory)
         finally:
             os.close(write)
         try:
@@ -247,20 +251,28 @@ def _build(folder: Path) -> str | None:
     return str(target) if built.returncode == 0 else None
 
 
-def _be_a_worker(tether: str, offer: bytes, ready: int) -> NoReturn:
+def _be_a_worker(tether: str, offer: bytes, ready: int, memory: int) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(10.0)
         sock.connect(tether)
         sock.recv(MAX_PACKET_BYTES)
-        sock.send(offer)
+        socket.send_fds(sock, [offer], [_memory_of(memory)] if memory else [])
         if isinstance(decode_answer(sock.recv(MAX_PACKET_BYTES)), Receipt):
             os.write(ready, b"+")
             while True:
                 signal.pause()
     finally:
         os._exit(1)
+
+
+def _memory_of(nbytes: int) -> int:
+    """Make a sealed memory file, as a worker does."""
+    memory = os.memfd_create("lmlive-light", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(memory, nbytes)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return memory
 
 
 def _fork_watcher(workers: Sequence[LightWorker]) -> tuple[int, int]:
