@@ -27,19 +27,21 @@ class Columns:
         nbytes: How long it is.
         lengths: What it takes up in the arena.
         stamps: Time of the last use; 0 where the chunk is not (any more) one that others see.
+        kept: Whether it was used again since it came, and is among the last to go.
         pins: How often it is pinned.
         leases: How many of the pins are a lease's.
         keys: Its key.
         homes: The space that it is in.
     """
 
-    __slots__ = ("_free", "_left", "homes", "keys", "leases", "lengths", "nbytes", "offsets", "pins", "stamps")
+    __slots__ = ("_free", "_left", "homes", "kept", "keys", "leases", "lengths", "nbytes", "offsets", "pins", "stamps")
 
     def __init__(self) -> None:
         self.offsets = np.zeros(_FIRST_ROWS, np.int64)
         self.nbytes = np.zeros(_FIRST_ROWS, np.int64)
         self.lengths = np.zeros(_FIRST_ROWS, np.int64)
         self.stamps = np.zeros(_FIRST_ROWS, np.int64)
+        self.kept = np.zeros(_FIRST_ROWS, np.bool_)
         self.pins = np.zeros(_FIRST_ROWS, np.int64)
         self.leases = np.zeros(_FIRST_ROWS, np.int64)
         self.keys: Keys = np.empty(_FIRST_ROWS, np.object_)
@@ -66,7 +68,7 @@ class Columns:
         """Double the rows, at least."""
         rows = self.stamps.size
         more = max(rows, count)
-        for name in ("offsets", "nbytes", "lengths", "stamps", "pins", "leases", "keys", "homes"):
+        for name in ("offsets", "nbytes", "lengths", "stamps", "kept", "pins", "leases", "keys", "homes"):
             column = getattr(self, name)
             longer = np.full(rows + more, None if column.dtype == np.object_ else 0, column.dtype)
             longer[:rows] = column

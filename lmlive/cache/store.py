@@ -8,8 +8,8 @@ It is a table over an arena's offsets; it copies no byte and reads no clock. The
 * Chunks that leave the index while pinned are freed when their last pin ends.
 * No call does more than one prompt's worth of work, but for what it must free to make room; the rest is ``sweep``'s.
 
-Eviction is least recently used: on demand, when an allocation fails, and by watermark. The end of a pin is a use. Using
-a prefix makes its head the most recent chunk of it, so that it loses its tail first and stays a prefix.
+Eviction is on demand, when an allocation fails, and by watermark; who goes first is ``victims``' business. The end of a
+pin is a use. Using a prefix makes its head the most recent chunk of it, so that it loses its tail first and stays one.
 """
 
 from collections import deque
@@ -53,12 +53,11 @@ class ChunkStore:
         self._pass_chunks = pass_chunks
         self._thin_from = thin_from
         self._columns = Columns()
-        self._victims = Victims(self._columns)
+        self._victims = Victims(self._columns, arena.nbytes)
         self._spaces: dict[Namespace, Space] = {}
         self._owners: dict[int, dict[Reservation, None]] = {}
         self._cleared: deque[Space] = deque()  # out of the index, to be freed
         self._thinning = False
-        self._stamp = 0
         self._evictable_bytes = 0
         self.chunks = 0
         self.leased_chunks = 0
@@ -102,17 +101,20 @@ class ChunkStore:
         return self._columns.offsets[chunks]
 
     def touch(self, chunks: Chunks) -> None:
-        """Make committed chunks the most recently used, the first of them last, so that a prefix loses its tail first.
+        """Make committed chunks the most recently used, so that a prefix loses its tail first.
 
         Of those that are pinned only the end of the pin counts.
         """
-        self._columns.stamps[chunks] = np.arange(self._stamp + chunks.size, self._stamp, -1)
-        self._stamp += chunks.size
+        self._victims.touch(chunks)
 
     # Pins
 
     def borrow(self, chunks: Chunks, *, leased: bool = False) -> None:
-        """Pin chunks: they stay where they are until as many ``give_back`` calls."""
+        """Pin chunks to be loaded: they stay where they are until as many ``give_back`` calls, and are kept longer."""
+        self._pin(chunks, leased=leased)
+        self._victims.keep(chunks[self._columns.stamps[chunks] > 0])
+
+    def _pin(self, chunks: Chunks, *, leased: bool = False) -> None:
         columns = self._columns
         pins = columns.pins[chunks]
         first = chunks[pins == 0]
@@ -186,7 +188,7 @@ class ChunkStore:
         elif absent.size:
             head = found[: absent[0]]
             held = head[head >= 0]
-            self.borrow(held)
+            self._pin(held)
             self.touch(found[found >= 0])
             reservation = self._reserve(space, [keys[at] for at in absent.tolist()], nbytes, owner)
             got = reservation.chunks.size if reservation is not None else 0
@@ -198,7 +200,7 @@ class ChunkStore:
         rest = found[:end]
         rest = rest[rest >= 0][held.size :]
         rest = rest[self._columns.stamps[rest] > 0]  # what its own head did not push out
-        self.borrow(rest)
+        self._pin(rest)
         return Claim(np.concatenate((held, rest)), absent, reservation, refused)
 
     def _reserve(self, space: Space, keys: list[bytes], nbytes: int, owner: int) -> Reservation | None:
@@ -323,6 +325,7 @@ class ChunkStore:
             count = min(left, len(index))
             chunks = np.fromiter((index.popitem()[1] for _ in range(count)), np.intp, count)
             left -= count
+            self._victims.forget(chunks)
             pinned = columns.pins[chunks] > 0
             columns.stamps[chunks[pinned]] = 0
             idle = chunks[~pinned]
@@ -370,6 +373,7 @@ class ChunkStore:
             for home in set(homes):
                 self._forget_if_empty(home)
             self._evictable_bytes -= int(columns.lengths[victims].sum())
+            self._victims.forget(victims)
             self._free(victims)
         self.chunks -= evicted
         self.evictions += evicted

@@ -217,6 +217,16 @@ def test_a_head_pushes_out_its_own_tail_and_not_the_other_way_round() -> None:
 # Eviction
 
 
+def test_what_was_loaded_outlives_what_was_stored_later() -> None:
+    store = store_of(10)
+    loaded = put(store, "abcd")
+    store.borrow(loaded)
+    store.give_back(loaded)
+    for letter in "efghijklmnopqrstuvwxyz":
+        put(store, letter)
+    assert held(store, "abcdefghijklmnopqrstuvwxyz") == "abcduvwxyz"
+
+
 def test_the_least_recently_used_goes_first() -> None:
     store = store_of(3)
     a, _, _ = (put(store, key) for key in "abc")

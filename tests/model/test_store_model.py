@@ -2,7 +2,7 @@
 
 The model knows no arena: it knows which extents are taken and by whom, and which chunk was used when. After each step
 nothing taken overlaps, every byte is accounted for, what is seen is exactly what was committed and not lost, and what
-was evicted was neither pinned nor used more recently than anything that stayed.
+was evicted was neither pinned nor kept longer, or used more recently, than anything that stayed.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,6 +20,7 @@ from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable
 from lmlive.cache.store import HIGH_WATER, LOW_WATER, ChunkStore
+from lmlive.cache.victims import KEPT_LOW, KEPT_SHARE
 
 SECONDS = 10.0
 THIN_FROM = 4
@@ -50,6 +51,7 @@ class Known:
         self.chunk = chunk
         self.extent = extent
         self.used = 0
+        self.kept = False
         self.borrowed = 0
 
 
@@ -104,6 +106,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.uses += 1
             known.used = self.uses
 
+    def keep(self, chunks: list[Known]) -> None:
+        """What is loaded is kept; beyond half of the pool the oldest that are kept are as good as new ones."""
+        for known in chunks:
+            known.kept = known not in self.unseen
+        kept = sorted((known for known in self.known.values() if known.kept), key=lambda known: known.used)
+        sizes = [self.arena.size_of(known.extent[1]) for known in kept]
+        if sum(sizes) > int(self.arena.nbytes * KEPT_SHARE):
+            while sum(sizes) > int(self.arena.nbytes * KEPT_LOW):
+                kept[0].kept = False
+                self.use([kept.pop(0)])
+                sizes.pop(0)
+
     def prefix(self, space: Namespace, length: int) -> list[Known]:
         found = []
         for key in KEYS[:length]:
@@ -153,8 +167,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.lost += len(gone)
         assert self.store.evictions == self.lost
         assert not any(self.pins(known) for known in gone), "a pinned chunk was evicted"
-        stayed = [known.used for known in self.known.values() if not self.pins(known)]
-        assert max((known.used for known in gone), default=0) < min(stayed, default=self.uses + 1), "not the LRU"
+        stayed = [(known.kept, known.used) for known in self.known.values() if not self.pins(known)]
+        last = max(((known.kept, known.used) for known in gone), default=(False, 0))
+        assert last < min(stayed, default=(True, self.uses + 1)), "not the one to go"
         return gone
 
     lost = 0
@@ -301,6 +316,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert chunks.tolist() == [known.chunk for known in expected]
         assert self.store.matching(chunks, KEYS) == len(expected)
         self.store.borrow(chunks)
+        self.keep(expected)
         for known in expected:
             known.borrowed += 1
         if expected:
@@ -335,6 +351,11 @@ class StoreMachine(RuleBasedStateMachine):
         }
         return {rank: share for rank, share in found.items() if share}
 
+    def keep_shares(self, shares: dict[int, dict[Namespace, list[Known]]]) -> None:
+        for share in shares.values():
+            for chunks in share.values():
+                self.keep(chunks)
+
     @staticmethod
     def _real(shares: dict[int, dict[Namespace, list[Known]]]) -> dict[int, dict[Namespace, Chunks]]:
         return {rank: {space: array(chunks) for space, chunks in share.items()} for rank, share in shares.items()}
@@ -346,6 +367,7 @@ class StoreMachine(RuleBasedStateMachine):
             lease = self.leases.open(scheduler, self._real(shares), self.now)
             assert lease not in self.promises
             self.promises[lease] = Promise(scheduler, shares, self.now + SECONDS)
+            self.keep_shares(shares)
 
     @precondition(lambda self: self.promises)
     @rule(pick=picks, space=spaces, length=lengths, promised=st.booleans())
@@ -362,6 +384,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert chunks is not None
         assert chunks.tolist() == [known.chunk for known in expected]
+        self.keep(expected)
         for known in expected:
             known.borrowed += 1
         self.loads.append(expected)
@@ -388,6 +411,7 @@ class StoreMachine(RuleBasedStateMachine):
         for rank, share in shares.items():
             if rank in promise.shares:
                 before, promise.shares[rank] = promise.shares[rank], share
+                self.keep_shares({rank: share})
                 for chunks in before.values():
                     self.unpinned(chunks)
 
