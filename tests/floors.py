@@ -38,7 +38,8 @@ NEVER = {"worker": ("modules", "liveness", "tier"), "device": ("protocol", "live
 IMPURE = ("asyncio", "zmq", "threading", "socket", "subprocess", "select", "selectors", "time", "random")
 NO_STDLIB = {0: tuple(name for name in IMPURE if name != "time"), 1: IMPURE, 2: ("asyncio", "zmq")}
 NO_STDLIB[3] = ("asyncio", "zmq", "threading")
-PURE_MAY_USE = {"protocol": {"msgpack"}, "cache": {"msgpack", "numpy"}}
+NO_STDLIB_OF = {"tier": ("zmq",)}  # it blocks in threads of its own, and its clients may need a loop there
+PURE_MAY_USE = {"protocol": {"msgpack"}, "cache": {"msgpack", "numpy", "xxhash"}}
 HEAVY = ("torch", "transformers", "vllm")
 # Extras: a module may be about one of these, if all others import that module inside a function.
 EXTRAS = ("aiohttp", "prometheus_client", "rich", "valkey")
@@ -178,7 +179,7 @@ def _outside(module: Module, imported: Import, top: str, eager: bool) -> str:
     floor = FLOORS[module.area]
     if top in PICKLERS:
         return f"pickles: imports {imported.module}"
-    if top in NO_STDLIB.get(floor, ()):
+    if top in NO_STDLIB_OF.get(module.area, NO_STDLIB.get(floor, ())):
         return f"floor {floor} ({module.area}) must not import {top}"
     heavy = top in HEAVY or (top in EXTRAS and eager)
     if heavy and not imported.deferred and module.area != "integrations":

@@ -1,7 +1,8 @@
 """The memory of the server's arena: one sealed memfd, allocated page by page before the server promises anything.
 
-It has no name in any directory and ends with the process. It knows nothing of extents or chunks. A pool larger than
-80 % of the memory available to us is refused before a page is touched. ``populate`` takes seconds and runs off the
+It has no name in any directory and ends with the process; or it is a file that somebody named, which outlives it: then
+it is locked for life. It knows nothing of extents or chunks. A pool larger than 80 % of the memory available to us is
+refused before a page is touched. ``populate`` takes seconds and runs off the
 loop; ``close`` may come from another thread at any time and waits for one step at most.
 """
 
@@ -13,10 +14,12 @@ from pathlib import Path
 
 from lmlive.device import syscalls
 from lmlive.device.backend import Bytes
+from lmlive.device.private_file import lock_for_life, open_private
 from lmlive.errors import InternalError, StartError
 
 RULE = "pool_bytes is at most 80 % of the memory available to this process"
 HUGE_BYTES = 2 << 20
+_BLOCK_BYTES = 512  # of st_blocks
 
 _UNLIMITED = 1 << 60
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -70,22 +73,28 @@ class PoolMemory:
 
     Args:
         nbytes: Its size.
+        path: Of its file; None: it has none.
         available: What we may allocate; None: ask the system.
 
+    Attributes:
+        kept: Whether the file was there in this size, so that it may hold what another server has left.
+
     Raises:
-        StartError: Fields ``asked``, ``available`` and ``rule``: it is larger than the rule allows.
+        StartError: Fields ``asked``, ``available`` and ``rule``: it is larger than the rule allows. Or the file is not
+            ours, or another server's.
     """
 
-    def __init__(self, nbytes: int, *, available: int | None = None) -> None:
+    def __init__(self, nbytes: int, *, path: Path | None = None, available: int | None = None) -> None:
         self.nbytes = nbytes
+        self.kept = False
         self._lock = threading.Lock()
         self._closed = False
-        self.huge = _free_huge_bytes() >= nbytes
+        self.huge = path is None and _free_huge_bytes() >= nbytes
         made = self._make_huge() if self.huge else None
         if made is None:
             self.huge = False
-            self._refuse_too_large(read_available_memory() if available is None else available)
-            made = self._make()
+            available = read_available_memory() if available is None else available
+            made = self._make(available) if path is None else self._make_on(path, available)
         self.fd, self._address, self._mapped = made
         self._view: Bytes | None = syscalls.view_of(self._address, nbytes)
 
@@ -158,7 +167,27 @@ class PoolMemory:
         except OSError:  # someone else took them, or our control group may not
             return None
 
-    def _make(self) -> tuple[int, int, int]:
+    def _make_on(self, path: Path, available: int) -> tuple[int, int, int]:
+        fd = open_private(path)
+        try:
+            lock_for_life(fd, path)
+            found = os.fstat(fd)
+            self.kept = found.st_size == self.nbytes
+            if not self.kept:
+                os.ftruncate(fd, 0)
+            self._refuse_too_large(available + (found.st_blocks * _BLOCK_BYTES if self.kept else 0))
+            os.ftruncate(fd, self.nbytes)
+            address = syscalls.map_shared(fd, self.nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise StartError(f"pool_file: {path} cannot be used: {error.strerror}", errno=error.errno) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, address, self.nbytes
+
+    def _make(self, available: int) -> tuple[int, int, int]:
+        self._refuse_too_large(available)
         try:
             fd, address = _map_new(self.nbytes, huge=False)
         except OSError as error:
