@@ -23,25 +23,37 @@ answers of a server that is stopped for longer than that."""
 _HANDSHAKE_MS = 5000
 _numbers = count()
 
-Context = zmq.Context[zmq.Socket[bytes]]
 Dealer = zmq.Socket[bytes]
+Context = zmq.Context[Dealer]
 
 
 class DroppableContext(Context):
     """A context that may be dropped without having been closed, as when its event loop ended before.
 
     pyzmq ends a dropped context then and there, which waits for its sockets; dropped together with it, they may be
-    closed only later, so the garbage collector would wait for ever. Here a thread waits for them.
+    closed only later, so the garbage collector would wait for ever. Here a thread ends both.
 
     Attributes:
         keys: With which its sockets connect over TCP; None: without.
+        opened: Its sockets, and perhaps some that are closed.
     """
 
     keys: ClientKeys | None = None
+    opened: frozenset[Dealer] = frozenset()
 
     def __del__(self) -> None:
         if not self.closed and not sys.is_finalizing():
-            threading.Thread(target=self.term, name="lmlive-context", daemon=True).start()
+            self.end_soon()
+
+    def end(self) -> None:
+        """Close the sockets that nobody closed, whose loop does not run any more; then wait for libzmq's threads."""
+        for socket in self.opened:
+            socket.close(0)
+        self.term()
+
+    def end_soon(self) -> None:
+        """Do that in a thread of its own, and wait for nothing."""
+        threading.Thread(target=self.end, name="lmlive-context", daemon=True).start()
 
 
 def keys_of(context: Context, url: str) -> ClientKeys | None:
@@ -63,6 +75,8 @@ def open_dealer(context: Context, url: str, *, connect_timeout: float, events: i
     """
     socket = context.socket(zmq.DEALER)
     monitor = context.socket(zmq.PAIR)
+    if isinstance(context, DroppableContext):
+        context.opened = frozenset({socket, monitor, *(other for other in context.opened if not other.closed)})
     try:
         # Without a connection a request stays with its sender, who can give it up: no successor ever answers it.
         socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -15,7 +15,7 @@ again. No wait here outlives a caller's patience. One loop owns it.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from lmlive.clock import Clock
 from lmlive.errors import LMLiveError, RequestTimeout
@@ -109,14 +109,19 @@ class BreakerGate:
 
     async def close(self) -> None:
         """End the PINGs that are on their way; none goes out any more."""
+        left = self.stop()
+        if left:
+            await asyncio.wait(left)
+
+    def stop(self) -> set[asyncio.Task[Any]]:
+        """Do the same without waiting for their end; give what is about to end."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        left = {task for task in (self._closer, self._probe) if task is not None}
+        left: set[asyncio.Task[Any]] = {task for task in (self._closer, self._probe) if task is not None}
         for task in left:
             task.cancel()
-        if left:
-            await asyncio.wait(left)
+        return left
 
     # the PINGs
 

@@ -6,7 +6,7 @@ server, or at once with ``heartbeat_start="register"``. A PING that failed, a ne
 ours sets off the recovery: register first, then be healthy. Nothing is set off once the end was asked for.
 
 ``start``, ``enter``, ``begin``, ``ping``, ``rejoin`` and ``close`` are for the loop that owns the worker; what has an
-underscore runs on this thread. ``view``, ``healthy``, ``answered_at`` and ``counters`` may be read from anywhere.
+underscore runs on this thread. ``abandon``, ``view``, ``healthy``, ``answered_at`` and ``counters`` are for any.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
 from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError, VersionError
 from lmlive.protocol.handshake import is_refusal
 from lmlive.worker.cell import NOWHERE, Cell, Health, Next
-from lmlive.worker.dealer import Context
+from lmlive.worker.dealer import DroppableContext
 from lmlive.worker.diagnosis import refused_by_files
 from lmlive.worker.enrollment import Enrollment, View
 from lmlive.worker.link import Link
@@ -29,7 +29,7 @@ from lmlive.worker.membership import MOST_SPREAD, Membership, Parting
 from lmlive.worker.outcome import in_words
 from lmlive.worker.patience import again_after, warn_of_floor, warn_of_server
 from lmlive.worker.tether import Tether
-from lmlive.worker.thread import LoopThread
+from lmlive.worker.thread import Listener, LoopThread
 
 log = logging.getLogger("lmlive.worker")
 
@@ -40,18 +40,6 @@ _OUTSTANDING = 8
 _SPACING = 0.1
 _RETRY = 0.025
 _MOST_RETRY = 0.5
-
-
-class Listener(NamedTuple):
-    """Who is told, on the owner's loop.
-
-    Args:
-        on_tether: Epoch and pidfd of a server, whose tether stands; the descriptor is the listener's to close.
-        on_pong: Seconds that a PING took.
-    """
-
-    on_tether: Callable[[int, int], None]
-    on_pong: Callable[[float], None]
 
 
 class Heartbeat:
@@ -71,7 +59,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        context: Context,
+        context: DroppableContext,
         url: str,
         enrollment: Enrollment,
         *,
@@ -98,7 +86,7 @@ class Heartbeat:
             on_tether=self._watch,
             counters=self.counters,
         )
-        self._thread = LoopThread(f"lmlive-heartbeat-{enrollment.instance_id:x}"[:24], context.term)
+        self._thread = LoopThread(f"lmlive-heartbeat-{enrollment.instance_id:x}"[:24], context.end)
         self._asked_to_begin = False
         self._beating: asyncio.Task[None] | None = None
         self._beats: set[asyncio.Task[None]] = set()
@@ -158,6 +146,16 @@ class Heartbeat:
             return await self._thread.call(self._leave) if self._thread.started else Parting()
         finally:
             await self._thread.finish()
+
+    def abandon(self, on_left: Callable[[Parting], None], at_owner: Callable[[Parting], None]) -> None:
+        """Do the same for a worker that was dropped, and wait for nothing; any thread, also its garbage collector.
+
+        Args:
+            on_left: Told in the thread.
+            at_owner: Told on the owner's loop afterwards, unless that is closed.
+        """
+        self._health.stop()
+        self._thread.abandon(lambda: self._leave_alone(on_left, at_owner))
 
     # in the thread
 
@@ -253,7 +251,7 @@ class Heartbeat:
             if isinstance(error, VersionError) and not self._health.healthy:
                 self._thread.post(self._recover)  # another server answers now: its HELLO may find a common version
             raise
-        self._thread.post_to_owner(self._listener.on_pong, seconds)
+        self._thread.tell(self._listener.on_pong, seconds)
         if then is Next.RECOVER:
             self._thread.post(self._recover)
         return seconds
@@ -304,7 +302,7 @@ class Heartbeat:
         except OSError as error:  # no descriptor is left: what is in doubt then stays so
             log.warning("server's process not watched instance_id=%d reason=%s", self._instance_id, in_words(error))
             pidfd = -1
-        if pidfd >= 0 and not self._thread.post_to_owner(self._listener.on_tether, tether.epoch, pidfd):
+        if pidfd >= 0 and not self._thread.tell(self._listener.on_tether, tether.epoch, pidfd):
             os.close(pidfd)
         epoch = tether.epoch
         tether.watch(on_lost=lambda: self._on_lost(epoch), on_exit=lambda: self._on_exit(epoch))
@@ -323,6 +321,12 @@ class Heartbeat:
         log.info("tether ended instance_id=%d epoch=%x", self._instance_id, epoch)
         self._thread.post(self._begin)
         self._kicked.set()
+
+    async def _leave_alone(self, on_left: Callable[[Parting], None], at_owner: Callable[[Parting], None]) -> None:
+        log.warning("dropped without being closed instance_id=%d: it is closed now", self._instance_id)
+        parting = await self._leave()
+        on_left(parting)
+        await self._thread.run_at_owner(lambda: at_owner(parting))
 
     async def _leave(self) -> Parting:
         try:

@@ -15,8 +15,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import zmq
 
@@ -26,7 +25,6 @@ from lmlive.errors import (
     LMLiveError,
     MessageTooLarge,
     ProtocolError,
-    RequestTimeout,
     ServerBusy,
     ServerUnavailable,
     WorkerClosed,
@@ -37,10 +35,8 @@ from lmlive.protocol.verbs import Verb
 from lmlive.worker.connection import Connection
 from lmlive.worker.deadlines import Deadlines
 from lmlive.worker.dealer import QUEUE, Context, Dealer
+from lmlive.worker.pending import Late, Request
 from lmlive.worker.reply import Reply, read_reply, unanswered
-
-LATE: Final = 4096
-"""Late replies that somebody waits for; beyond it the oldest is forgotten."""
 
 _BUDGET = 64
 # ZMQ's flags are enums, and combining enums on every call costs more than the call.
@@ -49,31 +45,14 @@ _NOBLOCK, _EVENTS, _RCVMORE, _POLLIN, _POLLOUT = (
 )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Request:
-    """One request on its way; ``connect_by`` ends it while it is not sent, ``deadline`` in any case."""
-
-    request_id: int
-    frame: bytes
-    future: asyncio.Future[Reply]
-    since: float
-    deadline: float
-    connect_by: float
-    epoch: int
-    late: Callable[[Reply], None] | None
-    sent: bool = False
-
-
 class Link:
-    """A connection.
+    """A connection. A server that does not let us in ends what is not sent with its reason, and is tried every second.
 
     Args:
         context: Makes the socket; whoever made it ends it.
         url: The server's.
         connect_timeout: Patience with one attempt to connect over TCP.
         clock: For deadlines, which are seconds of CLOCK_MONOTONIC.
-
-    A server that does not let us in ends what is not sent with its reason, and is tried again every second.
 
     Attributes:
         answered_at: When the last reply came.
@@ -89,20 +68,18 @@ class Link:
         self.bad_frames = 0
         self.message_bytes: int | None = None
         self.version = versions.SPOKEN.least
-        self._context = context
         self._url = url
         self._connect_timeout = connect_timeout
         self._clock = clock or MonotonicClock()
         self._pid = os.getpid()
         self._next_id = 1
-        self._pending: dict[int, _Request] = {}
-        self._outbox: deque[_Request] = deque()
-        self._late: dict[int, tuple[int, Callable[[Reply], None]]] = {}
+        self._pending: dict[int, Request] = {}
+        self._outbox: deque[Request] = deque()
+        self._late = Late()
         self._due = Deadlines()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._pump_due = False
-        self._closed = True
+        self._pump_due, self._closed = False, True
         self._refusal: LMLiveError | None = None
         self._socket: Dealer | None = None
         self._connection = Connection(
@@ -191,7 +168,7 @@ class Link:
             return future
         now = self._clock.now()
         connect_by = deadline if connect_within is None else min(deadline, now + connect_within)
-        request = _Request(
+        request = Request(
             request_id=request_id,
             frame=frame,
             future=future,
@@ -205,12 +182,8 @@ class Link:
         if not self._outbox and self._send(request):
             self._arm(deadline, request_id)
             self._look_again()
-        elif self._closed:
-            self._end(request, unanswered(WorkerClosed("this connection was closed"), sent=False))
-        elif self._refusal is not None:
-            self._end(request, unanswered(self._refusal, sent=False))
-        elif self._is_full():
-            self._end(request, unanswered(self._overflow(), sent=False))
+        elif (refusal := self._why_not()) is not None:
+            self._end(request, unanswered(refusal, sent=False))
         else:
             self._outbox.append(request)
             self._arm(connect_by, request_id)
@@ -229,8 +202,7 @@ class Link:
             if request.sent and request.epoch in (epoch, 0):
                 error = ServerUnavailable("the server exited before it answered", url=self._url)
                 self._end(request, unanswered(error, sent=True))
-        for request_id in [key for key, (sent_to, _) in self._late.items() if sent_to == epoch]:
-            del self._late[request_id]
+        self._late.forget(epoch)
 
     def _on_socket(self, socket: Dealer | None, refusal: LMLiveError | None) -> None:
         """Use another socket; if the server refuses us, whatever is not sent ends, with the reason."""
@@ -243,7 +215,7 @@ class Link:
 
     # out
 
-    def _send(self, request: _Request) -> bool:
+    def _send(self, request: Request) -> bool:
         """Hand a request to ZMQ; False where it takes none now."""
         if self._socket is None:
             return False
@@ -264,12 +236,16 @@ class Link:
             if request.sent:
                 self._arm(request.deadline, request.request_id)
 
-    def _is_full(self) -> bool:
+    def _why_not(self) -> LMLiveError | None:
+        """Give why a request may not wait to be sent; None if it may."""
+        if self._closed:
+            return WorkerClosed("this connection was closed")
+        if self._refusal is not None:
+            return self._refusal
         if len(self._outbox) >= QUEUE:
             self._outbox = deque(request for request in self._outbox if request.request_id in self._pending)
-        return len(self._outbox) >= QUEUE
-
-    def _overflow(self) -> LMLiveError:
+        if len(self._outbox) < QUEUE:
+            return None
         if self._clock.now() - self.answered_at < self._connect_timeout:
             return ServerBusy("too many requests wait to be sent: slow down", retry_after=0.1)
         return ServerUnavailable("nobody takes requests at this address", url=self._url)
@@ -327,9 +303,7 @@ class Link:
             self._end(request, reply)
             return
         self.late_replies += 1
-        _, late = self._late.pop(header.request_id, (0, None))
-        if late is not None:
-            late(reply)
+        self._late.tell(header.request_id, reply)
 
     # time
 
@@ -362,25 +336,13 @@ class Link:
         if self._due:
             self._set_timer(now if self._pump_due else self._due.next)
 
-    def _expire(self, request: _Request, now: float) -> None:
-        waited = now - request.since
-        if request.sent:
-            error: LMLiveError = RequestTimeout("no answer in time", url=self._url, waited=waited)
-        else:
-            error = ServerUnavailable("nobody took the request here", url=self._url, waited=waited)
-        late = request.late if request.sent else None
-        self._end(request, unanswered(error, sent=request.sent))
-        if late is not None:
-            self._late[request.request_id] = (request.epoch, late)
-            if len(self._late) > LATE:
-                del self._late[next(iter(self._late))]
+    def _expire(self, request: Request, now: float) -> None:
+        self._end(request, request.expired(self._url, now))
+        self._late.want(request)
 
-    def _end(self, request: _Request, reply: Reply) -> None:
+    def _end(self, request: Request, reply: Reply) -> None:
         del self._pending[request.request_id]
-        if not request.future.done():
-            request.future.set_result(reply)
-        elif request.late is not None and reply.header is not None:
-            request.late(reply)
+        request.end(reply)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

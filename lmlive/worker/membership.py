@@ -155,9 +155,12 @@ class Membership:
         return self._joining
 
     async def tie(self) -> bool:
-        """Try to open the tether that the registration lacks; True if it stands now and REGISTER should follow."""
+        """Try to open the tether that the registration lacks; True if it stands now and REGISTER should follow.
+
+        One that stands may still lack what was to be offered over it: the REGISTER offers it again.
+        """
         facts = self.view.facts
-        if facts is None or self._tying.stands(facts.epoch) or self._health.joining:
+        if facts is None or not self._tying.lacks(facts.epoch) or self._health.joining:
             return False
         try:
             return await self._tying.tie(facts, self._clock.now() + self._request_timeout)

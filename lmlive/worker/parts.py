@@ -1,7 +1,10 @@
 """What an entered worker is made of, and the order in which it comes and goes."""
 
+import functools
 import logging
+import weakref
 from collections import Counter
+from collections.abc import Callable
 
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
@@ -12,8 +15,10 @@ from lmlive.worker.dealer import DroppableContext
 from lmlive.worker.enrollment import Enrollment
 from lmlive.worker.exchange import Exchange
 from lmlive.worker.gate import BreakerGate
-from lmlive.worker.heartbeat import Heartbeat, Listener
+from lmlive.worker.heartbeat import Heartbeat
+from lmlive.worker.membership import Parting
 from lmlive.worker.memory import WorkerMemory, parked
+from lmlive.worker.thread import Listener
 from lmlive.worker.transfers import Transfers
 from lmlive.worker.unsettled import Unsettled
 
@@ -57,7 +62,7 @@ class Parts:
             url,
             enrollment,
             config=config,
-            listener=Listener(unsettled.watch, self._on_pong),
+            listener=Listener(weakref.WeakMethod(unsettled.watch), weakref.WeakMethod(self._on_pong)),
             clock=clock,
         )
         self.exchange = Exchange(
@@ -100,21 +105,53 @@ class Parts:
         await self.exchange.close()
         self._crew.close()
         parting = await self.heart.close()
-        if parting.released:
-            self._unsettled.settle_all(parting.released)
-        self._unsettled.close()
-        if parting.pending and self.memory.handles:
-            parked.append(self.memory)
+        self._unsettled.close(parting.released)
+        _give_back(self.memory, parting, self._instance_id)
+        if self._unsettled.blocks:
             log.warning(
-                "release pending instance_id=%d: the server may still read or write this worker's KV memory, so it is "
-                "kept until this process ends",
+                "closed with unsettled blocks instance_id=%d count=%d: the server may write into them until its "
+                "process ends; keep their memory",
                 self._instance_id,
+                len(self._unsettled.blocks),
             )
-        else:
-            self.memory.close()
+
+    def ending(self) -> Callable[[], None]:
+        """Give what does as ``close`` does for a worker that was dropped, in any thread, and waits for nothing.
+
+        What belongs to the owner's loop is held weakly: a call that was on its way when that was closed is held by it,
+        and holds the worker. The loop that runs, or may run again, holds what there is to end.
+        """
+        memory, crew, instance_id = self.memory, self._crew, self._instance_id
+        stop, close = weakref.WeakMethod(self.gate.stop), weakref.WeakMethod(self.exchange.link.close)
+        settle = weakref.WeakMethod(self._unsettled.close)
+
+        def on_left(parting: Parting) -> None:
+            crew.close()
+            _give_back(memory, parting, instance_id)
+
+        def at_owner(parting: Parting) -> None:
+            for method, arguments in ((stop, ()), (close, ()), (settle, (parting.released,))):
+                end = method()
+                if end is not None:
+                    end(*arguments)
+
+        return functools.partial(self.heart.abandon, on_left, at_owner)
 
     def _answered_at(self) -> float:
         return max(self.heart.answered_at, self.exchange.link.answered_at)
 
     def _on_pong(self, seconds: float) -> None:
         self.gate.pinged(seconds)
+
+
+def _give_back(memory: WorkerMemory, parting: Parting, instance_id: int) -> None:
+    """Close a worker's memory, or keep it where the server may still use it."""
+    if parting.pending and memory.handles:
+        parked.append(memory)
+        log.warning(
+            "release pending instance_id=%d: the server may still read or write this worker's KV memory, so it is "
+            "kept until this process ends",
+            instance_id,
+        )
+    else:
+        memory.close()

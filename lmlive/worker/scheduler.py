@@ -6,7 +6,6 @@ immediate misses until the server answers quickly again. A server that went away
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import secrets
@@ -14,29 +13,26 @@ from collections import Counter
 from types import TracebackType
 from typing import Any, Self
 
-import zmq
-
 from lmlive.clock import MonotonicClock
 from lmlive.config import WorkerConfig
 from lmlive.errors import (
     InvalidArgument,
     LMLiveError,
-    NotOwner,
-    ProtocolError,
     RequestTimeout,
     ServerUnavailable,
     WorkerClosed,
 )
-from lmlive.protocol.handshake import is_refusal
 from lmlive.protocol.messages import Lookup, LookupReply, Ping, Release, Unregister, parse_reply
-from lmlive.protocol.verbs import Role, Verb
+from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import count_tokens
 from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import DroppableContext
+from lmlive.worker.dropped import when_dropped
 from lmlive.worker.gate import BreakerGate
-from lmlive.worker.hello import ServerFacts, say_hello
+from lmlive.worker.hello import ServerFacts
 from lmlive.worker.identity import check_identity, check_lease, check_url
 from lmlive.worker.link import Link
+from lmlive.worker.meeting import Meeting
 from lmlive.worker.outcome import MET_ANOTHER, in_words, let_go, retrieve_reason
 from lmlive.worker.outlast import outlast
 from lmlive.worker.owner import Owner
@@ -44,15 +40,10 @@ from lmlive.worker.prompt import Prompt
 from lmlive.worker.reply import Reply
 from lmlive.worker.results import LookupResult
 from lmlive.worker.slots import Slots
-from lmlive.worker.tether import Tether
-from lmlive.worker.tying import Tying
 
 log = logging.getLogger("lmlive.worker")
 
-_FATAL = (NotOwner, ProtocolError)
-_AGAIN = 0.5
 _FAREWELL = 0.5
-_SPACING = 0.05
 
 
 class Scheduler:
@@ -86,19 +77,12 @@ class Scheduler:
         self._secret = secrets.token_bytes(16)
         self._owner = Owner("scheduler")
         self._counters: Counter[str] = Counter()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context: DroppableContext | None = None
         self._link: Link | None = None
         self._gate: BreakerGate | None = None
-        self._facts: ServerFacts | None = None
+        self._meeting: Meeting | None = None
         self._crew = Crew(self._clock)
-        self._tying = Tying(
-            url, self._clock, secret=self._secret, instance_id=0, role=Role.SCHEDULER, on_tether=self._watch
-        )
         self._slots = Slots()
-        self._keeper: asyncio.Task[None] | None = None
-        self._lost = asyncio.Event()
-        self._met = asyncio.Event()
-        self._refusal: LMLiveError | None = None
         self._background: set[asyncio.Future[Reply]] = set()
         self._entered = False
         self._closing: asyncio.Task[None] | None = None
@@ -111,7 +95,7 @@ class Scheduler:
     @property
     def healthy(self) -> bool:
         """Whether a server answered HELLO and is not known to be gone."""
-        return self._facts is not None
+        return self._meeting is not None and self._meeting.facts is not None
 
     def stats(self) -> dict[str, int]:
         """Count what happened so far, by name; names that never happened are absent."""
@@ -133,14 +117,14 @@ class Scheduler:
             salt: As for ``Worker.store``.
             lease: Renews this one instead of making another.
         """
-        link, gate = self._usable()
+        link, gate, meeting = self._usable()
         prompt = Prompt(token_ids, count_tokens(token_ids), adapter, salt)
         check_lease(lease)
         deadline = self._clock.now() + self._config.lookup_timeout
         try:
             # Wrong arguments are raised whatever the state of the server.
-            await prompt.hash(self._facts, self._crew, start_by=deadline)
-            found = await self._lookup(link, gate, prompt, lease, deadline)
+            await prompt.hash(meeting.facts, self._crew, start_by=deadline)
+            found = await self._lookup(link, gate, meeting, prompt, lease=lease, deadline=deadline)
         except InvalidArgument:
             raise
         except LMLiveError as error:
@@ -159,8 +143,8 @@ class Scheduler:
 
     async def release(self, lease: str | None) -> bool:
         """End a lease; False if it had ended, or if no server answers within ``lookup_timeout`` (it ends by itself)."""
-        link, gate = self._usable()
-        facts = self._facts
+        link, gate, meeting = self._usable()
+        facts = meeting.facts
         if check_lease(lease) is None or lease is None or facts is None or not gate.passes():
             return False
         reply = await self._release(link, facts, lease)
@@ -181,21 +165,23 @@ class Scheduler:
         keys = await self._crew.run(read) if self._config.wants_keys(self._url) else None
         self._context = DroppableContext()
         self._context.keys = keys
+        self._dropped = when_dropped(self, "scheduler", self._context.end_soon)
         self._link = Link(self._context, self._url, connect_timeout=self._config.connect_timeout, clock=self._clock)
         self._gate = BreakerGate(self._ping, self._answered_at, self._clock)
+        self._meeting = Meeting(
+            self._link, self._url, self._clock, secret=self._secret, config=self._config, counters=self._counters
+        )
         try:
             self._link.open()
-            self._keeper = asyncio.get_running_loop().create_task(self._keep())
-            async with asyncio.timeout(self._config.request_timeout):
-                await self._met.wait()
-        except TimeoutError:
-            log.warning("scheduler entered without a server url=%s", self._url)
+            self._meeting.start()
+            if not await self._meeting.wait(self._clock.now() + self._config.request_timeout):
+                log.warning("scheduler entered without a server url=%s", self._url)
         except BaseException:
             await self.close()
             raise
-        if self._refusal is not None:
+        if self._meeting.refusal is not None:
             await self.close()
-            raise self._refusal
+            raise self._meeting.refusal
         return self
 
     async def __aexit__(
@@ -219,10 +205,7 @@ class Scheduler:
         context, self._context = self._context, None
         if context is None:
             return
-        facts, self._facts = self._facts, None
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
+        facts = None if self._meeting is None else await self._meeting.stop()
         if self._link is not None and facts is not None and self._gate is not None and self._gate.passes():
             # Leases end with their owner, and while this process lives only its secret's end says that the owner left.
             now = self._clock.now()
@@ -235,7 +218,8 @@ class Scheduler:
             )
         if self._gate is not None:
             await self._gate.close()
-        self._tying.drop()
+        if self._meeting is not None:
+            self._meeting.drop()
         if self._link is not None:
             self._link.close()
         try:
@@ -243,14 +227,15 @@ class Scheduler:
         except WorkerClosed:
             context.term()  # the interpreter ends, so there are no threads: the linger bounds it
         self._crew.close()
+        self._dropped.detach()
 
     # the call
 
     async def _lookup(
-        self, link: Link, gate: BreakerGate, prompt: Prompt, lease: str | None, deadline: float
+        self, link: Link, gate: BreakerGate, meeting: Meeting, prompt: Prompt, *, lease: str | None, deadline: float
     ) -> LookupResult:
         for last in (False, True):
-            facts = self._facts
+            facts = meeting.facts
             if facts is None:
                 raise ServerUnavailable("no server answered yet, or it went away: it is looked for")
             if not gate.passes():
@@ -261,7 +246,7 @@ class Scheduler:
                 reply = await self._ask(link, facts, keys, lease, deadline)
             if not isinstance(reply.error, MET_ANOTHER) or last:
                 break
-            await self._meet_again(facts, deadline)
+            await meeting.again(facts, deadline)
         told = LookupReply.from_payload(reply.result())
         return LookupResult(told.tokens, told.lease, told.reason)
 
@@ -299,77 +284,18 @@ class Scheduler:
         )
 
     async def _ping(self, patience: float) -> float:
-        link, _ = self._usable()
+        link, _, _ = self._usable()
         sent_at = self._clock.now()
         self._counters["probes"] += 1
         reply = await link.request(Verb.PING, Ping(None).to_payload(), deadline=sent_at + patience)
         reply.result()
         return self._clock.now() - sent_at
 
-    # the server
-
-    async def _keep(self) -> None:
-        """Meet the server, and meet it again whenever it was lost; without a tether, look for one now and then."""
-        while True:
-            self._lost.clear()
-            try:
-                await self._meet()
-            except LMLiveError as error:
-                if isinstance(error, _FATAL) or is_refusal(error):
-                    self._refusal = error
-                    self._met.set()
-                log.info("no server for the scheduler url=%s reason=%s", self._url, in_words(error))
-                await asyncio.sleep(_AGAIN)
-                continue
-            except Exception:
-                log.exception("meeting the server failed url=%s", self._url)
-                await asyncio.sleep(_AGAIN)
-                continue
-            self._met.set()
-            again = None if self._tying.tether is not None else self._config.heartbeat_interval
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(again):
-                    await self._lost.wait()
-            await asyncio.sleep(_SPACING)
-
-    async def _meet(self) -> None:
-        if self._link is None:
-            return
-        deadline = self._clock.now() + self._config.request_timeout
-        facts = await say_hello(self._link, self._clock, role=Role.SCHEDULER, secret=self._secret, deadline=deadline)
-        await self._tying.offer(facts, [], self._clock.now() + self._config.request_timeout)
-        self._facts = facts
-        self._refusal = None
-        self._counters["meetings"] += 1
-
-    async def _meet_again(self, seen: ServerFacts, deadline: float) -> None:
-        """Have the keeper say HELLO again, and wait for it until the deadline."""
-        if self._facts is seen:
-            self._met.clear()
-            self._lost.set()
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self._clock.now())):
-                await self._met.wait()
-        except TimeoutError:
-            raise RequestTimeout("meeting the server again took longer than a lookup may") from None
-
-    def _watch(self, tether: Tether) -> None:
-        epoch = tether.epoch
-        tether.watch(on_lost=self._lost.set, on_exit=lambda: self._exited(epoch))
-
-    def _exited(self, epoch: int) -> None:
-        self._counters["server_exits"] += 1
-        if self._facts is not None and self._facts.epoch == epoch:
-            self._facts = None
-        if self._link is not None:
-            self._link.server_exited(epoch)
-        self._lost.set()
-
     def _answered_at(self) -> float:
         return self._link.answered_at if self._link is not None else float("-inf")
 
-    def _usable(self) -> tuple[Link, BreakerGate]:
+    def _usable(self) -> tuple[Link, BreakerGate, Meeting]:
         self._owner.check()
-        if self._context is None or self._link is None or self._gate is None:
+        if self._context is None or self._link is None or self._gate is None or self._meeting is None:
             raise WorkerClosed("this scheduler is not open: use it within 'async with'")
-        return self._link, self._gate
+        return self._link, self._gate, self._meeting

@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -43,6 +44,7 @@ class Tether:
     Attributes:
         lost: Whether the socket ended.
         exited: Whether the server's process did.
+        taken: Whether the server took an offer.
     """
 
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
@@ -50,6 +52,7 @@ class Tether:
         self.pidfd = _server_pidfd(sock)
         self.lost = False
         self.exited = False
+        self.taken = False
         self._sock = sock
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -58,6 +61,8 @@ class Tether:
         self._on_lost: Callable[[], None] | None = None
         self._on_exit: Callable[[], None] | None = None
         self._closed = False
+        self._descriptors = weakref.finalize(self, _close, sock, self.pidfd)  # also where the loop was closed before
+        self._descriptors.atexit = False
         self._loop.add_reader(sock.fileno(), self._on_packet)
         if self.pidfd >= 0:
             self._loop.add_reader(self.pidfd, self._on_pidfd)
@@ -98,6 +103,7 @@ class Tether:
                 raise answer
             if answer != Receipt(first + len(part)):
                 raise InvalidPayload("the server counted other descriptors than were sent", got=answer.received)
+            self.taken = True
 
     def close(self) -> None:
         """Close socket and pidfd; idempotent."""
@@ -108,8 +114,8 @@ class Tether:
         self._lose()
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
-            os.close(self.pidfd)
             self.pidfd = -1
+        self._descriptors()
 
     async def greet(self, deadline: float) -> None:
         """Take the server's first word; the tether may be used after it."""
@@ -228,6 +234,12 @@ async def _connect(path: str, clock: Clock, deadline: float) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+
+
+def _close(sock: socket.socket, pidfd: int) -> None:
+    sock.close()
+    if pidfd >= 0:
+        os.close(pidfd)
 
 
 def _server_pidfd(sock: socket.socket) -> int:

@@ -3,14 +3,16 @@
 The engine's loop may be busy for as long as it likes: what runs here goes on. Whatever crosses is a callback posted to
 the other side's loop; nobody waits on a lock, and a side whose loop is closed already is not an error.
 
-``start``, ``call`` and ``finish`` belong to the owner's loop; ``post_to_owner`` to this thread.
+``start``, ``call`` and ``finish`` belong to the owner's loop; ``post_to_owner``, ``tell`` and ``run_at_owner`` to this
+thread; ``abandon`` to any.
 """
 
 import asyncio
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lmlive.errors import WorkerClosed
 
@@ -19,13 +21,26 @@ log = logging.getLogger("lmlive.worker")
 T = TypeVar("T")
 
 _LOOK_AGAIN = 0.0005
+_LOOK_AGAIN_AT_OWNER = 0.02
+
+
+class Listener(NamedTuple):
+    """Who is told, on the owner's loop; held weakly, so that its own thread keeps no worker that was dropped.
+
+    Args:
+        on_tether: Epoch and pidfd of a server, whose tether stands; the descriptor is the listener's to close.
+        on_pong: Seconds that a PING took.
+    """
+
+    on_tether: "weakref.WeakMethod[Callable[[int, int], None]]"
+    on_pong: "weakref.WeakMethod[Callable[[float], None]]"
 
 
 class LoopThread:
     """One thread, one loop.
 
-    **Lifecycle**: ``start``; any number of ``call``; ``finish`` once, which ends what still runs. The thread is a
-    daemon, so a program that forgets to finish it still ends.
+    **Lifecycle**: ``start``; any number of ``call``; ``finish`` or ``abandon`` once, which ends what still runs. The
+    thread is a daemon, so a program that forgets to finish it still ends. It does not keep the owner's loop alive.
 
     Args:
         name: Of the thread.
@@ -33,7 +48,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, last: Callable[[], None]) -> None:
-        self._owner = asyncio.get_running_loop()
+        self._owner = weakref.ref(asyncio.get_running_loop())
         self._loop = asyncio.SelectorEventLoop()
         self._last = last
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -71,6 +86,7 @@ class LoopThread:
                 self.post_to_owner(_fail, future, error)
             else:
                 self.post_to_owner(_succeed, future, result)
+            self._calls.discard(future)  # it holds its caller, whom a loop that was closed will not wake
 
         self._post(run)
         return await future
@@ -82,11 +98,36 @@ class LoopThread:
 
     def post_to_owner(self, callback: Callable[..., None], *args: object) -> bool:
         """Call something on the owner's loop; False if that is closed."""
+        owner = self._owner()
         try:
-            self._owner.call_soon_threadsafe(callback, *args)
+            if owner is not None:
+                owner.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             return False
-        return True
+        return owner is not None
+
+    def tell(self, method: "weakref.WeakMethod[Callable[..., None]]", *args: object) -> bool:
+        """Call a listener's method on the owner's loop; False if that is closed, or the listener is gone."""
+        callback = method()
+        return callback is not None and self.post_to_owner(callback, *args)
+
+    async def run_at_owner(self, function: Callable[[], None]) -> None:
+        """Call something on the owner's loop, and wait until that is done, or the loop is closed or gone instead."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                done.set()
+
+        self.post_to_owner(run)
+        while not done.is_set():  # nothing tells that another loop was closed
+            owner = self._owner()
+            if owner is None or owner.is_closed():
+                return
+            del owner
+            await asyncio.sleep(_LOOK_AGAIN_AT_OWNER)
 
     async def finish(self) -> None:
         """End what still runs there, and wait until the thread is gone."""
@@ -100,6 +141,20 @@ class LoopThread:
             await asyncio.sleep(_LOOK_AGAIN)
         for future in list(self._calls):
             _fail(future, WorkerClosed("closed while the call was on its way"))
+
+    def abandon(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one more coroutine over there and then end it, and wait for nothing; any thread, whatever that holds."""
+        if self._finishing or not self._thread.is_alive():
+            return
+        self._finishing = True
+
+        async def end() -> None:
+            try:
+                await farewell()
+            finally:
+                self._loop.stop()
+
+        self._post(end)
 
     def _post(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop.call_soon_threadsafe(self._begin, function)

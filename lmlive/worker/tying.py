@@ -2,7 +2,7 @@
 
 A server that has no room for more tethers, does not answer on it, or is not the one we speak to, leaves us without a
 tether for now: that is a weaker registration, never none, and the next beat tries again. A refusal of this user is an
-error.
+error. A tether that took an offer says whose process this is; it is kept where the server has no room for the next one.
 
 It belongs to one loop: the heartbeat thread's for a worker, the caller's for a scheduler.
 """
@@ -39,7 +39,7 @@ class Tying:
 
     Attributes:
         tether: The one that stands, or stood last.
-        refused: Why there is none, in words; empty while there is one.
+        refused: Why there is none, or nothing was taken over it, in words; else empty.
     """
 
     def __init__(
@@ -62,14 +62,19 @@ class Tying:
         self._on_tether = on_tether
         self._misses = 0
         self._warned = False
+        self._owed = False
 
     def stands(self, epoch: int) -> bool:
         """Tell whether there is a tether to the server of this epoch."""
         return self.tether is not None and not self.tether.lost and self.tether.epoch == epoch
 
+    def lacks(self, epoch: int) -> bool:
+        """Tell whether a registration with this server lacks its tether, or what was to be offered over it."""
+        return self._owed or not self.stands(epoch)
+
     def drop(self) -> None:
         """Close the tether, if there is one."""
-        tether, self.tether = self.tether, None
+        tether, self.tether, self._owed = self.tether, None, False
         if tether is not None:
             tether.close()
 
@@ -110,8 +115,9 @@ class Tying:
         for last in (False, True):  # one that ended unnoticed gets a successor
             if not await self.tie(facts, by) or self.tether is None:
                 return False
+            tether = self.tether
             try:
-                await self.tether.offer(
+                await tether.offer(
                     secret=self._secret,
                     instance_id=self._instance_id,
                     role=self._role,
@@ -119,10 +125,13 @@ class Tying:
                     deadline=by,
                     patience=PATIENCE,
                 )
-                self._misses, self._warned = 0, False
+                self._misses, self._warned, self._owed, self.refused = 0, False, False, ""
                 return True
             except _WEAKER as error:
-                self.drop()
+                if isinstance(error, ServerBusy) and tether.taken:
+                    self._owed = True  # the server keeps it too, and what it took before
+                else:
+                    self.drop()
                 if last or not isinstance(error, ServerUnavailable):
                     self._miss(error)
                     return False
@@ -132,7 +141,7 @@ class Tying:
         return False
 
     def _miss(self, error: LMLiveError) -> None:
-        """Say why there is none: once as a warning where it matters, once where it goes on, else hardly."""
+        """Say what is lacking, and why: once as a warning where it matters, once where it goes on, else hardly."""
         self.refused = in_words(error)
         self._misses += 1
         # Another server there is how a restart looks from here; by the next beat that is over.
@@ -142,9 +151,10 @@ class Tying:
             self._warned, level = True, logging.WARNING
         log.log(
             level,
-            "no tether role=%s instance_id=%d reason=%s: without one nobody sees whose process this is, and no memory "
-            "is shared; it is tried again",
+            "%s role=%s instance_id=%d reason=%s: %sno memory is shared; it is tried again",
+            "offer not taken" if self._owed else "no tether",
             self._role.name.lower(),
             self._instance_id,
             self.refused,
+            "" if self._owed else "without one nobody sees whose process this is, and ",
         )

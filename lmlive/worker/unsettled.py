@@ -118,9 +118,14 @@ class Unsettled:
         for doubt in tuple(self._doubts):
             await doubt.settled
 
-    def close(self) -> None:
-        """Watch on only what something unsettled was sent to."""
+    def close(self, released: int = 0) -> None:
+        """Watch on only what something unsettled was sent to.
+
+        Args:
+            released: Epoch of a server that released all memory of ours; 0 for none.
+        """
         self._closed = True
+        self.settle_all(released)
         self._let_go()
 
     def _let_go(self) -> None:

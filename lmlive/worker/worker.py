@@ -21,6 +21,7 @@ from lmlive.errors import LMLiveError, WorkerClosed
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import Shape, check_blocks, check_deadline, count_tokens
 from lmlive.worker.crew import Crew
+from lmlive.worker.dropped import when_dropped
 from lmlive.worker.enrollment import Enrollment, check_layout
 from lmlive.worker.identity import check_caches, check_identity, check_lease, check_url
 from lmlive.worker.memory import WorkerMemory, prepare
@@ -108,8 +109,7 @@ class Worker:
         self._unsettled = Unsettled()
         self._shapes: tuple[Shape, ...] = ()
         self._parts: Parts | None = None
-        self._entered = False
-        self._open = False
+        self._entered = self._open = False
         self._closing: asyncio.Task[None] | None = None
         log.info("worker instance_id=%d model=%s rank=%d url=%s", self.instance_id, model, rank, url)
 
@@ -295,6 +295,7 @@ class Worker:
         except BaseException:
             memory.close()
             raise
+        self._dropped = when_dropped(self, "worker", self._parts.ending())
         return await self._parts.enter(self._config.request_timeout)
 
     async def _prepare(self, layout: KVLayout) -> WorkerMemory:
@@ -312,14 +313,8 @@ class Worker:
             self._crew.close()
             return
         await self._parts.close()
+        self._dropped.detach()
         self._kv_caches = []  # nobody who keeps a closed worker keeps its cache
-        if self._unsettled.blocks:
-            log.warning(
-                "closed with unsettled blocks instance_id=%d count=%d: the server may write into them until its "
-                "process ends; keep their memory",
-                self.instance_id,
-                len(self._unsettled.blocks),
-            )
 
     def _order(
         self,

@@ -58,12 +58,16 @@ class FakeServer:
         self.answers: dict[Verb, Answer] = {}
         self.requests: list[Request] = []
         self.offers: list[tuple[Offer, int]] = []
+        self.greeted = 0
+        """How many tethers were taken."""
         self._held: set[Verb] = set()
         self._ignored: set[Verb] = set()
         self._kept: list[Request] = []
         self._with_tether = tether
         self.refusal: LMLiveError | None = None
         """What offers are answered with, if not with a receipt."""
+        self.keeps_refused = False
+        """Whether a tether stays open whose offer was refused."""
         self.greeting: LMLiveError | None = None
         """What tethers are greeted with, if not with the epoch; they are closed then."""
         self.paused = False
@@ -211,6 +215,7 @@ class FakeServer:
                 self._reply(router, request)
 
     def _greet(self, peer: socket.socket) -> bool:
+        self.greeted += 1
         epoch = self.epoch if self.tether_epoch is None else self.tether_epoch
         greeting = Greeting(epoch).encode() if self.greeting is None else encode_refusal(self.greeting)
         try:
@@ -231,7 +236,7 @@ class FakeServer:
         if self.refusal is not None:
             with suppress(ConnectionError):
                 peer.send(encode_refusal(self.refusal))
-            return False
+            return self.keeps_refused
         offer = Offer.decode(packet)
         self.offers.append((offer, len(fds)))
         if not self.stop_reading:

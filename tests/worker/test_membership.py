@@ -227,6 +227,48 @@ async def test_workers_of_a_replaced_server_spread_their_registers(
         assert set(drawn[1:]) == {(1.0, 2.0)}  # later ones come when the server said, and up to as long again
 
 
+@pytest.mark.parametrize("when", ["entering", "recovering"])
+async def test_a_register_that_is_to_come_again_keeps_its_tether(server: FakeServer, when: str) -> None:
+    def answer_busily(request: Request) -> list[object] | LMLiveError:
+        if len(server.seen(Verb.REGISTER)) < before + 4:
+            return ServerBusy("come again", retry_after=0.01)
+        return server.answer(request)
+
+    before = 0
+    if when == "entering":
+        server.answers[Verb.REGISTER] = answer_busily
+    async with make(server.url) as worker:
+        if when == "recovering":
+            before = len(server.seen(Verb.REGISTER))
+            server.answers[Verb.REGISTER] = answer_busily
+            server.generation = 0
+            await worker.ping()
+        await eventually(lambda: len(server.seen(Verb.REGISTER)) == before + 4)
+        await eventually(lambda: worker.healthy and worker.generation == server.generation)
+        assert server.greeted == 1
+        assert len(server.offers) == len(server.seen(Verb.REGISTER))  # each comes with its table
+        assert "lost_tethers" not in worker.stats()
+
+
+async def test_a_table_that_is_to_come_again_costs_no_tether_and_comes_with_a_later_beat(server: FakeServer) -> None:
+    async with make(server.url) as worker:
+        assert (await worker.store(TOKENS, IDS)).reason == "stored"
+        server.refusal, server.keeps_refused = ServerBusy("too many descriptors wait", retry_after=0.05), True
+        before = registers(server)
+        server.generation = 0
+        await worker.ping()
+        await eventually(lambda: registers(server) > before and worker.generation == server.generation)
+        assert (await worker.store(TOKENS, IDS)).reason == "error"  # liveness only, for now
+        server.refusal = None
+
+        async def stores() -> bool:
+            return (await worker.store(TOKENS, IDS)).reason == "stored"
+
+        await eventually(stores)
+        assert server.greeted == 1
+        assert "lost_tethers" not in worker.stats()
+
+
 async def test_the_spread_is_half_a_second_at_most(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
 

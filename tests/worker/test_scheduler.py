@@ -159,7 +159,9 @@ async def test_without_room_for_a_tether_it_does_without_until_there_is(
             assert caplog.text.count("no tether") == 1
         server.greeting = server.refusal = None
         server.stop_reading = False
-        await eventually(lambda: scheduler._tying.tether is not None)
+        meeting = scheduler._meeting
+        assert meeting is not None
+        await eventually(lambda: meeting.tying.tether is not None)
 
 
 async def test_a_keeper_that_fails_goes_on(

@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -109,6 +111,36 @@ def test_an_owner_whose_loop_is_gone_is_no_error() -> None:
     asyncio.run(make())
     assert not threads[0].post_to_owner(print)
     asyncio.run(threads[0].finish())
+
+
+def test_an_answer_that_a_loop_never_took_keeps_no_caller() -> None:
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: None)  # the caller is told of as a task that was destroyed
+    go = threading.Event()
+    callers: list[weakref.ref[asyncio.Future[None]]] = []
+
+    async def answer() -> None:
+        await asyncio.to_thread(go.wait)
+
+    async def begin() -> LoopThread:
+        thread = LoopThread("test", lambda: None)
+        thread.start()
+        caller = asyncio.ensure_future(thread.call(answer))
+        callers.append(weakref.ref(caller))
+        await asyncio.sleep(0)  # it makes its call
+        return thread
+
+    def collected() -> bool:
+        gc.collect()
+        return callers[0]() is None
+
+    thread = loop.run_until_complete(begin())
+    assert not collected()
+    go.set()
+    asyncio.run(eventually(lambda: bool(vars(loop)["_ready"])))
+    loop.close()
+    asyncio.run(eventually(collected))
+    asyncio.run(thread.finish())
 
 
 @pytest.mark.loop_errors

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmlive.clock import MonotonicClock
+from lmlive.errors import ServerBusy
 from lmlive.protocol.verbs import Role
 from lmlive.worker.hello import ServerFacts
 from lmlive.worker.tether import Tether
@@ -29,3 +30,36 @@ async def test_attempts_at_a_time_leave_one_tether(run_dir: Path, others: int) -
         assert not tying.tether.lost
         await eventually(lambda: server.offers)
         tying.drop()
+
+
+async def test_one_that_took_an_offer_is_kept_when_the_next_is_to_come_again(run_dir: Path) -> None:
+    clock = MonotonicClock()
+    facts = ServerFacts(7, 64, 0.0, LIMITS, None, 0, 0)
+    with FakeServer(run_dir) as server:
+        tying = Tying(server.url, clock, secret=bytes(16), instance_id=3, role=Role.WORKER, on_tether=lambda _: None)
+        by = clock.now() + 5.0
+        assert tying.lacks(7)
+        assert await tying.offer(facts, [], by)
+        assert not tying.lacks(7)
+        server.refusal, server.keeps_refused = ServerBusy("come again", retry_after=1.0), True
+        for _ in range(2):
+            assert not await tying.offer(facts, [], by)
+            assert tying.stands(7)
+            assert tying.lacks(7)  # what was not taken is still to be offered
+        assert "come again" in tying.refused
+        server.refusal = None
+        assert await tying.offer(facts, [], by)
+        assert not tying.lacks(7)
+        assert tying.refused == ""
+        assert server.greeted == 1
+        tying.drop()
+
+
+async def test_one_that_took_nothing_yet_is_not_kept(run_dir: Path) -> None:
+    clock = MonotonicClock()
+    facts = ServerFacts(7, 64, 0.0, LIMITS, None, 0, 0)
+    with FakeServer(run_dir) as server:
+        server.refusal = ServerBusy("come again", retry_after=1.0)
+        tying = Tying(server.url, clock, secret=bytes(16), instance_id=3, role=Role.WORKER, on_tether=lambda _: None)
+        assert not await tying.offer(facts, [], clock.now() + 5.0)
+        assert tying.tether is None
