@@ -15,13 +15,16 @@ from typing import Final
 from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.store import ChunkStore
-from lmlive.errors import ServerBusy
+from lmlive.errors import ServerBusy, UnknownInstance
 
 Share = dict[Namespace, Chunks]
 """One rank's chunks: a prefix for each of its layouts."""
 
 PASS_PINS: Final = 16_384
 """Pins that one sweep gives back, but for the rest of a rank's share: well under a millisecond of the loop."""
+
+REMEMBERED: Final = 10_000
+"""How many owners that are gone for good are remembered."""
 
 LEASE_COST: Final = 64
 """What a sweep counts for a lease beside its pins: that many pins take as long."""
@@ -59,6 +62,7 @@ class LeaseTable:
         token: Makes an id that cannot be guessed.
         max_per_owner: Leases that one owner may hold at a time.
         pass_pins: Pins that one sweep gives back.
+        remembered: How many owners that are gone for good are remembered.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class LeaseTable:
         token: Callable[[], str],
         max_per_owner: int = 10_000,
         pass_pins: int = PASS_PINS,
+        remembered: int = REMEMBERED,
     ) -> None:
         self.seconds = seconds
         self._store = store
@@ -78,6 +83,8 @@ class LeaseTable:
         self._leases: OrderedDict[str, Lease] = OrderedDict()  # by deadline, the next to end first
         self._owners: dict[bytes, Owner] = {}
         self._gone: deque[Owner] = deque()
+        self._remembered = remembered
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Count the leases that pin something: those that did not end, and those that no sweep has come to yet."""
@@ -88,7 +95,14 @@ class LeaseTable:
         return owner in self._owners
 
     def open(self, owner: bytes, shares: dict[int, Share], now: float) -> str:
-        """Pin the chunks of all shares and give the id of the lease that holds them."""
+        """Pin the chunks of all shares and give the id of the lease that holds them.
+
+        Raises:
+            ServerBusy: The owner has as many as one may have.
+            UnknownInstance: The owner is gone for good: nobody would give this lease back.
+        """
+        if owner in self._ended:
+            raise UnknownInstance("whoever asked is gone: make a new worker or scheduler")
         holder = self._owners.get(owner) or Owner(owner)
         if len(holder.leases) >= self._max_per_owner:
             raise ServerBusy(
@@ -152,8 +166,16 @@ class LeaseTable:
         self._drop(lease)
         return True
 
-    def end_owner(self, owner: bytes) -> int:
-        """End all leases of an owner that is gone, and count them; ``sweep`` gives back what they pinned."""
+    def end_owner(self, owner: bytes, *, for_good: bool = False) -> int:
+        """End all leases of an owner that is gone, and count them; ``sweep`` gives back what they pinned.
+
+        Who is gone for good gets no other: what it had sent may be read after its end.
+        """
+        if for_good:
+            self._ended[owner] = None
+            self._ended.move_to_end(owner)
+            if len(self._ended) > self._remembered:
+                self._ended.popitem(last=False)
         holder = self._owners.pop(owner, None)
         if holder is None:
             return 0

@@ -168,9 +168,9 @@ class Books:
             self.roster.touch(entry.instance_id, entry.generation, self.moment())
         self.entries.give_back(entry)
 
-    def end_leases(self, owner: bytes) -> None:
-        """End all leases of an owner that is gone."""
-        self.leases.end_owner(owner)
+    def end_owner(self, owner: bytes) -> None:
+        """End all leases of an owner that is gone for good; it gets no other."""
+        self.leases.end_owner(owner, for_good=True)
         self.sweep()
 
     def sweep(self) -> None:

@@ -10,7 +10,7 @@ import logging
 
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import Share
-from lmlive.errors import StaleEpoch, UnknownInstance
+from lmlive.errors import StaleEpoch
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
 from lmlive.modules.checks import read_keys
@@ -28,14 +28,11 @@ def admit_lookup(books: Books, call: Call) -> Work | None:
     The reason is ``hit`` (all whole chunks), ``partial``, ``miss``, or ``no_worker`` where a rank has no live layout.
     A lease that is named and did not end is renewed: it keeps its id and holds what is found now, for each rank that
     has not used its share; where nothing is found it keeps what it held. Else a lease is made if there is anything to
-    hold. Whose secret was ended holds nothing: what a process sent may be read after its exit, and nobody would give
-    that lease back.
+    hold, and whoever asks is not gone by now.
     """
     message = call.body(Lookup)
     if call.connection is None:
         raise StaleEpoch("no HELLO on this connection: say it first", hello=True)
-    if books.roster.secret_ended(call.connection.secret_hash):
-        raise UnknownInstance("this secret was ended: make a new worker")
     keys = read_keys(books.config, message.keys)
     shares, reason = _find(books, message, keys)
     count = min((chunks.size for share in shares.values() for chunks in share.values()), default=0)

@@ -36,7 +36,7 @@ def admit_unregister(books: Books, call: Call) -> Work | None:
         removal = books.roster.unregister(instance_id, secret_hash, call.moment)
         if removal is not None:
             remove(books, removal)
-    books.end_leases(secret_hash)
+    books.end_owner(secret_hash)
     tether = books.tethers.get(secret_hash)
     if tether is not None:
         tether.table.close()

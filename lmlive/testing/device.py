@@ -1,6 +1,7 @@
 """A device in memory that writes down what was opened and closed, and fails or hangs where a test says so."""
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class RecordingBackend:
         self.mappings: list[RecordedMapping] = []
         self._failures: dict[Step, deque[BaseException]] = {}
         self._gates: dict[Step, Gate] = {}
+        self._numbering = threading.Lock()
 
     def __repr__(self) -> str:
         """Sum the ledger up."""
@@ -95,8 +97,9 @@ class RecordingBackend:
         if source.fd >= 0:
             os.close(source.fd)
         self._step("open")
-        mapping = RecordedMapping(len(self.mappings) + 1, source.nbytes, np.zeros(source.nbytes, dtype=np.uint8))
-        self.mappings.append(mapping)
+        with self._numbering:
+            mapping = RecordedMapping(len(self.mappings) + 1, source.nbytes, np.zeros(source.nbytes, dtype=np.uint8))
+            self.mappings.append(mapping)
         self.ledger.append(Entry("open", mapping.number))
         return mapping
 

@@ -7,7 +7,7 @@ from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable, Share
 from lmlive.cache.store import ChunkStore
-from lmlive.errors import ServerBusy
+from lmlive.errors import ServerBusy, UnknownInstance
 
 KEYS = [b"a", b"b", b"c"]
 OWNER = b"owner"
@@ -20,7 +20,7 @@ def space(rank: int, layout: bytes = b"layout") -> Namespace:
 class House:
     """A store with three chunks for each of two ranks, and a table with numbers for tokens."""
 
-    def __init__(self, *, max_per_owner: int = 10, pass_pins: int = 1000) -> None:
+    def __init__(self, *, max_per_owner: int = 10, pass_pins: int = 1000, remembered: int = 10) -> None:
         self.store = ChunkStore(Arena(6400))
         self.chunks = {rank: self.put(space(rank)) for rank in (0, 1)}
         numbers = count(1)
@@ -30,6 +30,7 @@ class House:
             token=lambda: str(next(numbers)),
             max_per_owner=max_per_owner,
             pass_pins=pass_pins,
+            remembered=remembered,
         )
 
     def put(self, namespace: Namespace) -> Chunks:
@@ -184,6 +185,22 @@ def test_the_end_of_an_owner_costs_nothing_and_its_leases_end_at_once() -> None:
     assert house.leases.end_owner(OWNER) == 1
     assert not house.leases.sweep(0.0)
     assert house.store.leased_chunks == 0
+
+
+def test_an_owner_that_is_gone_for_good_gets_no_other_lease() -> None:
+    house = House(remembered=2)
+    lease = house.open()
+    assert house.leases.end_owner(OWNER, for_good=True) == 1
+    assert not house.leases.end(lease, 0.0)
+    with pytest.raises(UnknownInstance):
+        house.open()
+    house.leases.end_owner(b"another", for_good=True)
+    house.leases.end_owner(OWNER, for_good=True)
+    house.leases.end_owner(b"a third", for_good=True)
+    with pytest.raises(UnknownInstance):
+        house.open()
+    house.leases.end_owner(b"a fourth", for_good=True)
+    assert house.use(house.open(), 0) == KEYS
 
 
 def test_a_pass_counts_leases_too() -> None:

@@ -282,7 +282,7 @@ def sweep(server: LivenessServer) -> None:
     for model in models:
         books.store.clear(model)
     for owner in tuple(books.leases._owners):
-        books.end_leases(owner)
+        books.leases.end_owner(owner)
     books.sweep()
 
 

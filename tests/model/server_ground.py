@@ -4,13 +4,15 @@ Everything happens on one thread in one order, so that the same steps always do 
 """
 
 import asyncio
+import os
 import threading
+import time
 from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from lmlive.device.backend import FdSource
 from lmlive.errors import ServerDraining
 from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.modules.call import Source
@@ -18,10 +20,14 @@ from lmlive.modules.events import Event, EventLog
 from lmlive.modules.handler import Lane, Work
 from lmlive.protocol.codec import Header, decode_header
 from lmlive.testing.clock import ManualClock
+from lmlive.testing.device import RecordedMapping, RecordingBackend
+from lmlive.testing.gate import Gate
 from lmlive.testing.loop import VirtualLoop
 from lmlive.testing.network import MemoryNetwork, MemoryRouter
 
 T = TypeVar("T")
+
+Outcome = tuple[object | None, BaseException | None]
 
 Reader = tuple[Callable[..., object], tuple[Any, ...]]
 
@@ -71,11 +77,19 @@ class GroundLoop(VirtualLoop):
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         while True:
             await asyncio.sleep(0)
-            if ready or self.off_the_loop() > 0:
+            if ready:
+                continue
+            if self.off_the_loop() > 0:
+                _let_threads_run()
                 continue
             timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
             if not timers or timers[0].when() > self.time():
                 return
+
+
+def _let_threads_run() -> None:
+    """Give way to a thread that is on its way to a gate, or to its end."""
+    time.sleep(0)
 
 
 class InlineLanes:
@@ -94,6 +108,7 @@ class InlineLanes:
         self._limits = {Lane.REGISTER: register_threads, Lane.TRANSFER: transfer_threads, Lane.RELEASE: 16}
         self._waiting: deque[Work] = deque()
         self._hung: dict[int, Work] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._woken = False
@@ -151,12 +166,17 @@ class InlineLanes:
         self._changed.set()
 
     def _run_apart(self, work: Work) -> None:
-        outcome = _run(work)
-        self._loop.call_soon_threadsafe(partial(self._ended, work, outcome))
+        self._outcomes[id(work)] = _run(work)
+        self._loop.call_soon_threadsafe(self._settle)
 
-    def _ended(self, work: Work, outcome: tuple[object | None, BaseException | None]) -> None:
-        del self._hung[id(work)]
-        work.settle(*outcome)
+    def _settle(self) -> None:
+        """Settle what has ended, in the order in which it began: which thread was first must mean nothing."""
+        if len(self._outcomes) < len(self._hung) - Gate.waiting_anywhere():
+            _let_threads_run()
+            self._loop.call_soon(self._settle)
+            return
+        for number in [number for number in self._hung if number in self._outcomes]:
+            self._hung.pop(number).settle(*self._outcomes.pop(number))
         self._wake()
 
 
@@ -169,11 +189,29 @@ def _off_the_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., T], *args
         _set_running_loop(loop)
 
 
-def _run(work: Work) -> tuple[object | None, BaseException | None]:
+def _run(work: Work) -> Outcome:
     try:
         return work.run(), None
     except Exception as error:  # noqa: BLE001 - its settle must know
         return None, error
+
+
+class TracedBackend(RecordingBackend):
+    """Remembers whose memory each mapping is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inodes: dict[int, int] = {}
+
+    def open_handle(self, source: FdSource) -> RecordedMapping:
+        inode = os.fstat(source.fd).st_ino
+        mapping = super().open_handle(source)
+        self.inodes[id(mapping)] = inode  # none is ever forgotten, so that each has an id of its own
+        return mapping
+
+    def open_inodes(self) -> list[int]:
+        """Give the memory that is mapped now, as often as it is."""
+        return [self.inodes[id(mapping)] for mapping in self.still_open]
 
 
 class TracedRouter(MemoryRouter):

@@ -4,11 +4,19 @@ Nothing is latched and nothing is forgotten.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmlive.liveness.watch import Moment
 from lmlive.protocol.codec import Header
 
 SIGNS_OF_LIFE = ("register", "refresh", "traffic", "ping")
+
+
+class Said(NamedTuple):
+    """What a model's worker put into a REGISTER, by the model name in it."""
+
+    secret: bytes
+    memory: int | None
 
 
 @dataclass(eq=False)
@@ -82,4 +90,9 @@ class Ask:
     generation: int = 0
     refusals: tuple[type[Exception], ...] | None = None
     life: Life | None = None
+    chunk: tuple[str, bytes] | None = None
+    lease: str = ""
+    copies: bool = False
+    """Whether it borrows its worker's memory until it is answered."""
+    wanted: list[object] = field(default_factory=list)
     draining: bool = False

@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import lmlive
 from lmlive.cache.leases import LeaseTable
+from lmlive.cache.store import ChunkStore
 from lmlive.errors import LMLiveError
 from lmlive.liveness.evidence import Exit
 from lmlive.liveness.registration import Facts, Outcome, Reason, Registered, Registration, Removal, Scan, Standing
@@ -18,7 +19,9 @@ from lmlive.modules import removal as right
 from lmlive.modules.books import Books
 from lmlive.modules.entries import ContextEntry, Entries, EntryState
 from lmlive.modules.tethers import TetherRecord
+from lmlive.protocol.codec import Header
 from lmlive.server.peers import Peers
+from lmlive.server.pings import PingLine
 from lmlive.server.reaper import Reaper
 from lmlive.server.releases import Releases
 from tests.model.server_machine import ServerMachine
@@ -141,8 +144,34 @@ class ReleasesTwice(Releases):
 
 
 class LeasesOfTheDeadStay(LeaseTable):
-    def end_owner(self, owner: bytes) -> int:
+    def end_owner(self, owner: bytes, *, for_good: bool = False) -> int:
         return 0
+
+
+class TheDeadLease(LeaseTable):
+    """Leases to whose last request is read after its end."""
+
+    def end_owner(self, owner: bytes, *, for_good: bool = False) -> int:
+        return super().end_owner(owner)
+
+
+class ReservationsOfTheDeadStay(ChunkStore):
+    def abort_owner(self, owner: int) -> int:
+        return 0
+
+
+class AnyEpochWillDo(PingLine):
+    """Touches whoever has the generation, whichever server gave it."""
+
+    def take(self, peer: bytes, frame: bytes, header: Header, moment: Moment) -> None:
+        super().take(peer, frame, header._replace(epoch=self._books.epoch), moment)
+
+
+class LetsGoTooEarly(Entries):
+    """Has nobody wait for a release that has begun."""
+
+    def unreleased(self, instance_id: int) -> list[ContextEntry]:
+        return [entry for entry in super().unreleased(instance_id) if entry.state is EntryState.CONDEMNED]
 
 
 class OneFaultyTargetSparesTheOthers:
@@ -211,6 +240,10 @@ BROKEN = [
     _with("Entries", ReleasesWhileBorrowed),
     _with("Releases", ReleasesTwice),
     _with("LeaseTable", LeasesOfTheDeadStay),
+    _with("LeaseTable", TheDeadLease),
+    _with("ChunkStore", ReservationsOfTheDeadStay),
+    ("AnyEpochWillDo", {"lmlive.server.dispatcher.PingLine": AnyEpochWillDo}),
+    _with("Entries", LetsGoTooEarly),
     _leaving(OneFaultyTargetSparesTheOthers),
     _leaving(MirrorsBeforeOwners),
     _leaving(RemovesTwice),

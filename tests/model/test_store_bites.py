@@ -36,7 +36,7 @@ class EvictsTheNewest(Victims):
 
 class EvictsFromTheWrongEnd(ChunkStore):
     def _evict(self, nbytes: int, most: int) -> int:
-        self._victims = EvictsTheNewest(self._columns)
+        self._victims = EvictsTheNewest(self._columns, self._arena.nbytes)
         return super()._evict(nbytes, most)
 
 
@@ -130,8 +130,8 @@ class KeepsALeaseForEver(LeaseTable):
 
 
 class EndsAnOwnerInPasses(LeaseTable):
-    def end_owner(self, owner: bytes) -> int:
-        ended = super().end_owner(owner)
+    def end_owner(self, owner: bytes, *, for_good: bool = False) -> int:
+        ended = super().end_owner(owner, for_good=for_good)
         for holder in self._gone:
             holder.gone = False
         return ended

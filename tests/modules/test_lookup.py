@@ -1,10 +1,13 @@
 import pytest
 
 from lmlive.errors import InvalidPayload, MessageTooLarge, ServerBusy, StaleEpoch, UnknownInstance
-from lmlive.modules.call import Call
+from lmlive.modules.call import Call, Connection
+from lmlive.modules.handler import Admit
 from lmlive.modules.lookup import admit_lookup
+from lmlive.modules.management import hash_secret
+from lmlive.modules.unregistration import admit_unregister
 from lmlive.protocol.codec import REQUEST, VERSION, Header
-from lmlive.protocol.messages import Lookup
+from lmlive.protocol.messages import Lookup, Request, Unregister
 from tests.modules.kv_bench import CHUNK_BYTES, SECRET, Bench, Pending, keys_of, plain_layout
 
 PROMPT = range(100, 124)
@@ -37,11 +40,34 @@ def test_nothing_found_is_not_leased(bench: Bench) -> None:
     assert len(bench.books.leases) == 0
 
 
-def test_whose_secret_was_ended_leases_nothing(bench: Bench) -> None:
+def test_an_owner_that_is_gone_leases_nothing_more(bench: Bench) -> None:
     stored(bench)
-    bench.books.roster.end_secret(SECRET)
+    bench.look_up(PROMPT)
+    bench.books.end_owner(SECRET)
+    assert bench.books.store.leased_chunks == 0
     with pytest.raises(UnknownInstance):
         bench.look_up(PROMPT)
+    assert len(bench.books.leases) == 0
+
+
+def test_a_scheduler_that_took_its_leave_leases_nothing_more(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bytes(16)
+    connection = Connection(1, hash_secret(scheduler), "scheduler")
+
+    def ask(admit: Admit, message: Request) -> object:
+        header = Header(VERSION, REQUEST, int(message.verb), 1, 5, 0, 0, 0)
+        pending = Pending()
+        call = Call(b"peer", header, bench.books.moment(), connection=connection, answer=pending.take, twice=_never)
+        call.message = message
+        admit(bench.books, call)
+        return pending.answer
+
+    look_up = Lookup("m", "", 1, keys_of(PROMPT), None)
+    assert ask(admit_lookup, look_up) == [24, "lease-1", 60.0, "hit"]
+    assert ask(admit_unregister, Unregister(scheduler)) == [True]
+    with pytest.raises(UnknownInstance):
+        ask(admit_lookup, look_up)
     assert len(bench.books.leases) == 0
 
 

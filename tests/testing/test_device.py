@@ -1,4 +1,6 @@
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,6 +24,18 @@ def test_it_is_a_backend_and_keeps_a_ledger() -> None:
     assert (recording.opened, recording.closed) == (2, 1)
     with pytest.raises(InternalError, match="closed twice"):
         backend.close_mapping(first)
+
+
+def test_each_of_many_threads_gets_a_mapping_of_its_own() -> None:
+    backend = RecordingBackend()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            opened = list(threads.map(backend.open_handle, [FdSource(-1, 8, 0)] * 2000))
+    finally:
+        sys.setswitchinterval(before)
+    assert sorted(mapping.number for mapping in opened) == list(range(1, 2001))
 
 
 def test_it_copies_what_a_real_one_copies() -> None:
