@@ -3,7 +3,8 @@
 It reads flags, environment and file, sets up what belongs to a process (logging, signals, limits, the loop), prints
 the ready line and serves. Exit codes: 0 clean, 1 failed start, 2 bad flags, 3 work was cut off at the drain's deadline.
 
-SIGTERM or SIGINT drains, a second one terminates.
+SIGTERM or SIGINT drains, a second one terminates. Whatever hangs then, in a library or in the kernel, does not keep the
+process: it ends soon after its patience.
 """
 
 import asyncio
@@ -11,9 +12,12 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Self, TextIO
 
 from lmlive._version import __version__
 from lmlive.config import ServerConfig
@@ -27,6 +31,9 @@ CLEAN, FAILED, BAD_FLAGS, CUT_OFF = 0, 1, 2, 3
 
 SWITCH_SECONDS = 0.0005
 """How long a busy thread keeps the interpreter while the loop waits for it."""
+
+LAST_SECONDS = 10.0
+"""How long the end may take when nothing is waited for any more, before the process is ended as it stands."""
 
 log = logging.getLogger("lmlive.server")
 
@@ -61,27 +68,54 @@ async def serve(config: ServerConfig) -> int:
     server = LivenessServer(config)
     loop = asyncio.get_running_loop()
     ended = False
+    with LastResort() as last_resort:
 
-    def on_signal(number: signal.Signals) -> None:
-        nonlocal ended
-        log.info("signal name=%s", number.name)
-        if ended:
-            server.terminate()
-        ended = True
-        server.close()
+        def on_signal(number: signal.Signals) -> None:
+            nonlocal ended
+            log.info("signal name=%s", number.name)
+            if ended:
+                server.terminate()
+            last_resort.wait(LAST_SECONDS if ended else config.drain_seconds + LAST_SECONDS)
+            ended = True
+            server.close()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        await server.start()
-    except LMLiveError as error:
-        if ended:
-            return CLEAN
-        log.error("start failed error=%s", error)
-        return FAILED
-    announce(server)
-    await server.serve_forever()
-    return CLEAN if server.drained else CUT_OFF
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            await server.start()
+        except LMLiveError as error:
+            if ended:
+                return CLEAN
+            log.error("start failed error=%s", error)
+            return FAILED
+        announce(server)
+        await server.serve_forever()
+        return CLEAN if server.drained else CUT_OFF
+
+
+class LastResort:
+    """Ends the process when its end takes too long: a thread of a library may wait in the kernel for ever."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def wait(self, seconds: float) -> None:
+        """Give it so much time from now on."""
+        self.__exit__()
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        log.error("the end hangs: the process is ended as it stands")
+        os._exit(CUT_OFF)
 
 
 def announce(server: LivenessServer) -> None:
@@ -90,6 +124,11 @@ def announce(server: LivenessServer) -> None:
         f"lmlive ready bind={','.join(server.urls)} http={server.http_url or 'off'} "
         f"pid={os.getpid()} epoch={server.epoch:016x} version={__version__}\n"
     )
+    full = _full_pipe(sys.stdout)
+    if full is not None:  # whoever reads it will do so some day, and the server serves meanwhile
+        # Beside the stream, whose lock nobody may hold when the interpreter ends.
+        threading.Thread(target=_write, args=(full, line.encode()), name="lmlive-ready", daemon=True).start()
+        return
     try:
         sys.stdout.write(line)
         sys.stdout.flush()
@@ -101,6 +140,22 @@ def announce(server: LivenessServer) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
+
+
+def _full_pipe(stream: TextIO) -> int | None:
+    """Give the descriptor of a stream that takes nothing now; None for one that does, or has none."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return None if poll.poll(0) else number
+
+
+def _write(number: int, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # whoever was to read it is gone
+        os.write(number, line)
 
 
 def open_standard_descriptors() -> None:

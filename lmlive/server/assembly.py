@@ -106,7 +106,7 @@ class Parts:
         )
         self.dispatcher.answer_over(self.door)
         self.books.readmit = self.dispatcher.readmit
-        self.tethers = Tethers(self.books, self.discards.foreign)
+        self.tethers = Tethers(self.books, self.discards.foreign, self.discards.packet)
         self.releases = Releases(self.books, self.lanes)
         self.reaper = Reaper(self.books, self.door, self.tethers.sweep)
 

@@ -25,8 +25,10 @@ SCM_PIDFD: Final = 4
 _INT: Final = struct.Struct("i")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
-ANCILLARY_BYTES: Final = socket.CMSG_SPACE(64 * _INT.size) + 2 * socket.CMSG_SPACE(_CREDENTIALS.size)
-"""Room beside one packet: 64 descriptors, the sender's credentials, its pidfd."""
+_MOST_SENT: Final = 253
+ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MOST_SENT * _INT.size) + 2 * socket.CMSG_SPACE(_CREDENTIALS.size)
+"""Room beside one packet: the sender's credentials, its pidfd, and as many descriptors as can be sent at a time (the
+kernel's SCM_MAX_FD). What has no room is closed by the kernel right here, and such a close may wait for its sender."""
 
 Ancillary = Iterable[tuple[int, int, bytes]]
 

@@ -230,7 +230,8 @@ class Peers:
     def _succeed(self, secret_hash: bytes, sender: Sender) -> WatchedProcess | None:
         """End the tether that stood for this secret; give its process, if that is the sender and nothing names it now.
 
-        A pid of a process that still runs is nobody else's.
+        A pid of a process that still runs is nobody else's. While one lives, no other takes over its secret, whether
+        its socket stands or not: the other's end would be taken for its own.
         """
         other = self._by_secret.get(secret_hash)
         if other is None or other.record is None:
@@ -240,7 +241,8 @@ class Peers:
             self._on_exit(other)  # told, and not yet read: it must not be forgotten
             return None
         pid = other.record.pid
-        if other.sock is not None and pid is not None and sender.pid is not None and pid != sender.pid:
+        lives = process is not None or other.sock is not None
+        if lives and pid is not None and sender.pid is not None and pid != sender.pid:
             raise NotOwner("another process holds this worker's tether", pid=pid)
         if process is not None and sender.pidfd < 0 and pid is not None and pid == sender.pid:
             self._loop.remove_reader(process.pidfd)
@@ -278,7 +280,7 @@ class Peers:
             removal = books.roster.exited(registration.instance_id, registration.generation, books.moment())
             if removal is not None:
                 remove(books, removal, ended)
-        books.end_leases(record.secret_hash)
+        books.end_owner(record.secret_hash)
 
     def _forget(self, peer: Peer) -> None:
         """Close all that is held for a connection and its process."""

@@ -29,6 +29,7 @@ _FIRST_BACKLOG = 8
 _OTHERS_WRITE = 0o022
 _PRIVATE = 0o700
 _SHARED = 0o711
+_SO_PASSRIGHTS = 83
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -150,6 +151,9 @@ class RunDir:
         """
         self._lock(path)
         sock = self._bind(path, socket.SOCK_STREAM, _FIRST_BACKLOG)
+        with contextlib.suppress(OSError):  # Linux before 6.16
+            # Nobody takes descriptors there: libzmq's thread would close them, and may wait in that for their sender.
+            sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
         barrier = _barrier(path) if self._shared else None
         if barrier is not None:
             log.warning("other users may not reach %s: %s lets them not through (chmod o+x)", path, barrier)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 
 from lmlive.errors import InternalError, InvalidPayload, LMLiveError, NotOwner, ServerBusy
@@ -35,6 +36,8 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 """A packet, what came beside it, flags, and an address that says nothing."""
 
+DropPacket = Callable[[socket.socket, Callable[[], None]], None]
+
 
 class Tethers:
     """Listens, and keeps the books told.
@@ -45,14 +48,16 @@ class Tethers:
     Args:
         books: The server's state.
         discard: Closes sockets in which descriptors may wait unread, and descriptors of whatever kind.
+        drop_packet: Reads a packet with all that comes beside it, drops it and calls back, on the loop.
     """
 
-    def __init__(self, books: Books, discard: Discard) -> None:
+    def __init__(self, books: Books, discard: Discard, drop_packet: DropPacket) -> None:
         self._turn = Turn(asyncio.get_running_loop(), books.clock)
         self.peers = Peers(books, discard, self._turn)
         self.refused = 0
         self._books = books
         self._discard = discard
+        self._drop_packet = drop_packet
         self._listeners: list[socket.socket] = []
         self._loop = asyncio.get_running_loop()
         self._most_peers = books.config.max_connections
@@ -119,7 +124,7 @@ class Tethers:
         if self.connections >= self._most_peers:
             busy = ServerBusy("too many tethers: come again", retry_after=_RETRY_AFTER, limit=self._most_peers)
             self._refuse(sock, busy)
-            sock.close()
+            self._discard([sock.detach()])
             return
         try:
             self.peers.check_user(peer_uid(sock))  # as each offer's sender is: it may be another process
@@ -127,10 +132,10 @@ class Tethers:
             sock.send(Greeting(self._books.epoch).encode())
         except NotOwner as error:
             self._refuse(sock, error)
-            sock.close()
+            self._discard([sock.detach()])
             return
         except OSError:
-            sock.close()
+            self._discard([sock.detach()])
             return
         peer = self.peers.add(sock, started)
         self._loop.add_reader(sock.fileno(), self._on_packet, peer, sock)
@@ -154,10 +159,11 @@ class Tethers:
             self._read(peer, sock)
 
     def _read(self, peer: Peer, sock: socket.socket) -> None:
-        room = spare_descriptors(MAX_FDS)
+        if not spare_descriptors(MAX_FDS):
+            self._refuse_unread(peer, sock)
+            return
         try:
-            # Without room for them, the kernel drops whatever descriptors come beside the packet.
-            received = sock.recvmsg(MAX_PACKET_BYTES, ANCILLARY_BYTES if room else 0, _FLAGS)
+            received = sock.recvmsg(MAX_PACKET_BYTES, ANCILLARY_BYTES, _FLAGS)
         except BlockingIOError:
             return
         except OSError:
@@ -168,7 +174,7 @@ class Tethers:
             return
         sender = Sender()
         try:
-            sock.send(Receipt(self._take(peer, sock, received if room else None, sender)).encode())
+            sock.send(Receipt(self._take(peer, sock, received, sender)).encode())
         except LMLiveError as error:
             self._refuse(sock, error)
             if peer.record is None or not isinstance(error, ServerBusy):
@@ -183,10 +189,25 @@ class Tethers:
             self._discard(sender.take_fds())
             sender.close()
 
-    def _take(self, peer: Peer, sock: socket.socket, received: Received | None, sender: Sender) -> int:
+    def _refuse_unread(self, peer: Peer, sock: socket.socket) -> None:
+        """Refuse what there are no descriptors for.
+
+        The kernel closes what has no place as it gives the packet out, which may wait: so that is done elsewhere.
+        """
+        self._loop.remove_reader(sock.fileno())
+        self._drop_packet(sock, partial(self._refused_unread, peer, sock))
+
+    def _refused_unread(self, peer: Peer, sock: socket.socket) -> None:
+        if peer.sock is not sock:  # it was closed meanwhile
+            return
+        self._refuse(sock, ServerBusy("too few descriptors are left here: come again", retry_after=_RETRY_AFTER))
+        if peer.record is None:
+            self.peers.lose(peer)
+        else:
+            self._loop.add_reader(sock.fileno(), self._on_packet, peer, sock)
+
+    def _take(self, peer: Peer, sock: socket.socket, received: Received, sender: Sender) -> int:
         """Take an offer, and give how many descriptors its table holds now."""
-        if received is None:
-            raise ServerBusy("too few descriptors are left here: come again", retry_after=_RETRY_AFTER)
         packet, ancillary, flags, _ = received
         read_sender(sock, ancillary, sender, peer.started)
         _check_whole(flags)

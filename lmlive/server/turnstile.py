@@ -18,6 +18,7 @@ import resource
 import select
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from lmlive.errors import StartError
@@ -29,22 +30,17 @@ BACKLOG: Final = 1024
 
 _LEAST_RESERVE: Final = 16
 _EPOLL_CTL_MOD: Final = 3
+_OPEN: Final = Path("/proc/self/fd")
 _LOOK_AGAIN_SECONDS: Final = 0.25
 _SAY_AGAIN_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 20_000
-_NONE_FREE: Final = 1 << 31
 
 logger = logging.getLogger("lmlive.server")
 
 
-def lowest_free() -> int:
-    """Give the lowest free descriptor: all below it are in use. A number over every limit if there is none."""
-    try:
-        fd = os.eventfd(0, os.EFD_CLOEXEC)
-    except OSError:
-        return _NONE_FREE
-    os.close(fd)
-    return fd
+def in_use() -> int:
+    """Count the descriptors that are open; that costs none. 3 us from Linux 6.2 on, a millisecond for 3,000 before."""
+    return _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
 
 
 def reserve(allowed: int) -> int:
@@ -55,7 +51,7 @@ def reserve(allowed: int) -> int:
 def spare_descriptors(count: int = 1) -> bool:
     """Tell whether something from outside may take so many descriptors."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return lowest_free() + min(count, allowed // 8) <= allowed - reserve(allowed)
+    return in_use() + min(count, allowed // 8) <= allowed - reserve(allowed)
 
 
 def need_descriptors(count: int = 1) -> None:
@@ -78,17 +74,17 @@ def affordable(wanted: int) -> int:
         StartError: Too few to serve at all.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = lowest_free()
-    most = (allowed - in_use - reserve(allowed)) // 2
+    taken = in_use()
+    most = (allowed - taken - reserve(allowed)) // 2
     if most < FEWEST:
-        needed = in_use + _LEAST_RESERVE + 2 * FEWEST
+        needed = taken + _LEAST_RESERVE + 2 * FEWEST
         raise StartError(
             f"the limit of {allowed} descriptors is too low to serve: raise it to {needed} or more (ulimit -n)",
             limit=allowed,
             needed=needed,
         )
     if most < wanted:
-        logger.warning("connections limited to=%d wanted=%d descriptors=%d in_use=%d", most, wanted, allowed, in_use)
+        logger.warning("connections limited to=%d wanted=%d descriptors=%d in_use=%d", most, wanted, allowed, taken)
     return min(wanted, most)
 
 

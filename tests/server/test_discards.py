@@ -1,5 +1,6 @@
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator
 
@@ -97,3 +98,63 @@ async def test_a_closed_lane_closes_them_all_the_same(lanes: Lanes) -> None:
     fd = os.memfd_create("x")
     discards.memory([fd])
     await eventually(lambda: closed(fd))
+
+
+async def test_what_waits_behind_a_close_that_hangs_goes_on(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hang = threading.Event()
+    real = os.close
+    strangers = [os.memfd_create("stranger") for _ in range(3)]
+    behind = [os.memfd_create("x") for _ in range(5)]
+
+    def close(fd: int) -> None:
+        if fd in strangers:
+            hang.wait()
+        real(fd)
+
+    monkeypatch.setattr("lmlive.modules.tethers.os.close", close)
+    monkeypatch.setattr("lmlive.server.discards.HANGS_AFTER", 0.01)
+    discards = Discards(lanes)
+    discards.foreign([*strangers, *behind])
+    await eventually(lambda: all(map(closed, behind)))
+    assert not any(map(closed, strangers))
+    assert "a close hangs kind=foreign" in caplog.text
+    hang.set()
+    await discards.settled(5.0)
+    await eventually(lambda: all(map(closed, strangers)))
+
+
+async def test_so_many_closes_may_hang_and_what_comes_then_waits(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr("lmlive.server.discards.close_all", lambda _: hang.wait())
+    monkeypatch.setattr("lmlive.server.discards.HANGS_AFTER", 0.001)
+    monkeypatch.setattr("lmlive.server.discards.MOST_HANGING", 2)
+    discards = Discards(lanes)
+    discards.foreign(range(5))
+    await eventually(lambda: "too many closes hang" in caplog.text)
+    assert len(discards._heaps["foreign"].waiting) == 2
+    hang.set()
+    await discards.settled(5.0)
+    await eventually(lambda: not discards._heaps["foreign"].waiting)
+
+
+async def test_a_packet_is_dropped_with_what_came_beside_it(lanes: Lanes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    read, write = os.pipe()
+    socket.send_fds(theirs, [b"one"], [write])
+    theirs.send(b"two")
+    os.close(write)
+    dropped = asyncio.Event()
+    discards = Discards(lanes)
+    discards.packet(ours, dropped.set)
+    await dropped.wait()
+    assert os.read(read, 1) == b"", "nobody can write any more"
+    assert ours.recv(10) == b"two"
+    ours.close()
+    discards.packet(theirs, dropped.clear)  # of a socket whose other end is gone
+    await eventually(lambda: not dropped.is_set())
+    theirs.close()
+    os.close(read)

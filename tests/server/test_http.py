@@ -183,6 +183,35 @@ async def test_what_is_no_http_is_a_quiet_line_in_the_log(
     assert "\n" not in line.getMessage()
 
 
+async def test_where_many_connections_stand_the_oldest_goes_for_a_new_one(
+    run_dir: Path, browser: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmlive.server.http.http_server._MOST_CONNECTIONS", 4)
+    async with LivenessServer(ServerConfig(run_dir=run_dir, http="127.0.0.1:0", pool_bytes="1MiB")) as server:
+        assert server.http_url is not None
+        host, port = server.http_url.removeprefix("http://").split(":")
+        half = []
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\n")
+            half.append((reader, writer))
+        async with browser.get(f"{server.http_url}/healthz") as answer:
+            assert answer.status == 200
+        for reader, _ in half[:3]:
+            assert await reader.read() == b""
+        for _, writer in half:
+            writer.close()
+
+
+async def test_without_descriptors_a_connection_is_closed_at_once(
+    run_dir: Path, browser: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LivenessServer(ServerConfig(run_dir=run_dir, http="127.0.0.1:0", pool_bytes="1MiB")) as server:
+        monkeypatch.setattr("lmlive.server.http.http_server.spare_descriptors", lambda: False)
+        with pytest.raises(aiohttp.ClientError):
+            await browser.get(f"{server.http_url}/healthz")
+
+
 async def test_a_port_in_use_is_a_failed_start(run_dir: Path) -> None:
     first = http_beside(f"ipc://{run_dir}/none")
     port = int((await first.start()).rpartition(":")[2])

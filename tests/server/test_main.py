@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
@@ -7,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +131,35 @@ def test_a_closed_stdout_does_not_stop_it(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(sys, "stdout", None)
     entry.announce(server())
     assert "ready line lost" in caplog.text
+
+
+def test_a_full_stdout_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    full = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            full += os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        entry.announce(server())
+        while full:
+            full -= len(os.read(read, min(full, 65_536)))
+        assert os.read(read, 200).startswith(b"lmlive ready ")
+        monkeypatch.undo()
+    os.close(read)
+
+
+def test_an_end_that_hangs_ends_the_process_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+    with entry.LastResort() as last_resort:
+        last_resort.wait(1000.0)
+        last_resort.wait(0.0)
+        assert ended.wait(10.0)
+    assert statuses == [3]
 
 
 def test_the_descriptor_limit_goes_up_to_what_is_allowed() -> None:

@@ -298,6 +298,14 @@ async def test_a_schedulers_exit_does_not_count_among_ended_secrets(house: House
     assert not house.books.roster.secret_ended(hash_secret(SECRET))
 
 
+@pytest.mark.parametrize("role", [Role.WORKER, Role.SCHEDULER])
+async def test_what_a_process_had_asked_for_leases_nothing_once_it_ended(house: House, role: Role) -> None:
+    await end_of(await worker(house, packet=offer(role=role, instance_id=7 if role is Role.WORKER else 0)))
+    await eventually(lambda: house.record() is None)
+    with pytest.raises(UnknownInstance):
+        house.books.leases.open(hash_secret(SECRET), {0: {}}, 0.0)
+
+
 async def test_another_process_cannot_take_a_tether_over(house: House) -> None:
     process = await worker(house)
     end = await house.connect()
@@ -307,6 +315,20 @@ async def test_another_process_cannot_take_a_tether_over(house: House) -> None:
     assert house.books.tethers[hash_secret(SECRET)].open
     await end_of(process)
     await eventually(lambda: house.record() is None)
+
+
+async def test_nor_can_it_while_the_first_one_lives_without_its_tether(house: House) -> None:
+    """Else the end of the second would be taken for the end of the first."""
+    process = await worker(house, then="print('ready', flush=True)\nend.close()\nos.read(0, 1)", stdin=True)
+    house.registry.register(**BARE)
+    await eventually(lambda: (record := house.record()) is not None and not record.open)
+    refused = await say(await house.connect(), offer())
+    assert isinstance(refused, NotOwner)
+    assert refused.pid == process.pid
+    assert house.books.roster.tracked == 1
+    await end_of(process)
+    await eventually(lambda: house.books.roster.tracked == 0)
+    assert await say(await house.connect(), offer()) == Receipt(0)
 
 
 async def test_an_exit_that_was_not_read_yet_is_not_forgotten_for_a_new_tether(house: House) -> None:

@@ -313,3 +313,18 @@ def test_a_shared_directory_that_holds_other_things_is_not_opened_further(run_di
     run_dir.chmod(0o755)
     with pytest.raises(StartError, match="chmod 711 it"):
         RunDir(run_dir, shared=True).open()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 16), reason="a kernel that lets descriptors in everywhere"
+)
+def test_nobody_sends_descriptors_where_nobody_takes_them(owned: RunDir) -> None:
+    path = owned.path / "s"
+    with owned.stream(path), owned.tether(path), socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(path))
+        with pytest.raises(PermissionError):
+            socket.send_fds(peer, [b"x"], [0])
+        peer.send(b"x")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+            worker.connect(f"{path}.tether")
+            socket.send_fds(worker, [b"x"], [0])

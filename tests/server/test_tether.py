@@ -234,6 +234,29 @@ async def test_without_descriptors_an_offer_is_answered_and_the_tether_stands(
     house.tethers.close()
 
 
+async def test_whatever_comes_is_received_so_that_the_kernel_closes_nothing_here(house: House) -> None:
+    closed: list[int] = []
+    house.tethers._discard = lambda fds: (closed.extend(fds), close_all(fds))[0]
+    end = await house.connect()
+    fds = memory_files(200)
+    assert isinstance(await say(end, offer(64), fds), InvalidPayload)
+    await eventually(lambda: len(closed) == 200)
+    close_all(fds)
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_a_connection_that_is_refused_is_closed_elsewhere(house: House, full: bool) -> None:
+    closed: list[int] = []
+    house.tethers._discard = lambda fds: (closed.extend(fds), close_all(fds))[0]
+    if full:
+        house.tethers._most_peers = 0
+    else:
+        house.tethers.peers._allowed.clear()
+    _, end = await refusal(house)
+    await eventually(lambda: len(closed) == 1)
+    end.close()
+
+
 async def test_a_full_server_leaves_a_tether_that_stands(house: House) -> None:
     end = await house.connect()
     fds = memory_files(2)

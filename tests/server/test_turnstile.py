@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import socket
 import threading
@@ -98,7 +99,7 @@ async def test_without_descriptors_the_door_stays_shut_and_opens_when_some_are_b
     async with answering(run_dir=run_dir) as desk, dealers(desk.router.urls[0], reconnect_ivl=10) as (early,):
         assert await ask(early, b"1") == [b"1"]
         with monkeypatch.context() as patch:
-            patch.setattr(turnstile, "lowest_free", lambda: 1 << 31)
+            patch.setattr(turnstile, "in_use", lambda: 1 << 31)
             async with dealers(desk.router.urls[0]) as (late,):
                 await late.send(b"2")
                 await eventually(lambda: desk.router.closings == 1)
@@ -130,7 +131,7 @@ async def test_closed_while_a_crowd_waits_it_closes() -> None:
 def limit_of(monkeypatch: pytest.MonkeyPatch, allowed: int, in_use: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
-        patch.setattr(turnstile, "lowest_free", lambda: in_use)
+        patch.setattr(turnstile, "in_use", lambda: in_use)
         yield
 
 
@@ -166,9 +167,23 @@ def test_the_reserve_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.errno == 24
 
 
-def test_with_no_descriptor_left_none_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: int) -> int:
-        raise OSError(24, "Too many open files")
+def test_descriptors_are_counted_whatever_their_numbers_are() -> None:
+    before = turnstile.in_use()
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(200)]
+    for fd in fds[::2]:
+        os.close(fd)
+    assert turnstile.in_use() == before + 100
+    for fd in fds[1::2]:
+        os.close(fd)
+    assert turnstile.in_use() == before
 
-    monkeypatch.setattr("os.eventfd", none)
-    assert not turnstile.spare_descriptors()
+
+def test_a_kernel_that_does_not_count_them_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Older(type(tmp_path)):  # type: ignore[misc]
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            return os.stat_result((0,) * 10)
+
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    monkeypatch.setattr(turnstile, "_OPEN", Older(tmp_path))
+    assert turnstile.in_use() == 3

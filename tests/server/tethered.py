@@ -5,7 +5,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ class House:
         self.path = run_dir / "router.sock.tether"
         self._ends: list[socket.socket] = []
         self._run_dir = RunDir(run_dir)
-        self.tethers = Tethers(self.books, close_all)
+        self.tethers = Tethers(self.books, close_all, self._drop_packet)
 
     async def open(self, most: int | None = None) -> Self:
         await in_thread(self._run_dir.open)
@@ -52,6 +52,10 @@ class House:
         await asyncio.get_running_loop().sock_connect(end, str(self.path))
         assert Greeting.decode(await receive(end)) == Greeting(self.books.epoch)
         return end
+
+    def _drop_packet(self, sock: socket.socket, then: Callable[[], None]) -> None:
+        sock.recv(1)
+        asyncio.get_running_loop().call_soon(then)
 
     def record(self, secret: bytes = SECRET) -> TetherRecord | None:
         return self.books.tethers.get(hash_secret(secret))

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from lmlive.errors import LMLiveError, StartError
 from lmlive.protocol.messages import parse_reply
 from lmlive.protocol.verbs import Verb
 from lmlive.server.asker import Asker
+from lmlive.server.turnstile import spare_descriptors
 
 log = logging.getLogger("lmlive.server")
 
@@ -32,6 +34,8 @@ PING_TIMEOUT: Final = 1.0
 """Seconds after which ``/healthz`` calls an unanswered PING a failure."""
 _SHUTDOWN_SECONDS: Final = 0.5
 _LONGEST_BODY: Final = 1024
+_MOST_CONNECTIONS: Final = 64
+"""Connections beyond which the oldest goes: half a request must not hold a descriptor and its memory for ever."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,6 +71,7 @@ class HttpServer:
         # One thread may wait for a PING while the other writes JSON, which takes a while for thousands of instances.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lmlive-http")
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._closed = False
 
     async def start(self) -> str:
@@ -81,17 +86,20 @@ class HttpServer:
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, logger=_aiohttp_log)
         await runner.setup()
         self._runner = runner
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            self._listener = await loop.create_server(partial(_admit, runner), self._host, self._port)
         except OSError as error:
             await self.close()
             address = f"{self._host}:{self._port}"
             raise StartError(f"http cannot bind {address} ({error.strerror}): choose another", http=address) from error
-        port = runner.addresses[0][1]
+        port = self._listener.sockets[0].getsockname()[1]
         return f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
 
     async def close(self) -> None:
         """Close all connections and end the threads; a PING on its way is waited for, at most its timeout."""
+        if self._listener is not None:
+            self._listener.close()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -119,6 +127,24 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             self._probing = loop.run_in_executor(self._threads, self._probe.ping, self._url(), PING_TIMEOUT)
         return self._probing
+
+
+def _admit(runner: web.AppRunner) -> asyncio.BaseProtocol:
+    """Give what serves a new connection; where there are many, the one that came first goes for it."""
+    server = runner.server
+    if server is None or not spare_descriptors():
+        return _Refusal()
+    for oldest in server.connections[: 1 - _MOST_CONNECTIONS]:
+        oldest.force_close()
+    return server()
+
+
+class _Refusal(asyncio.Protocol):
+    """Hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
 
 
 class _Probe:
