@@ -3,11 +3,16 @@
 This is the real cross-process path without a GPU. Only memory is taken: files on tmpfs. A peer that shrinks its file
 would end this process by SIGBUS if it were mapped, and no check before a copy can prevent that. So a file is mapped
 only if it is sealed against shrinking; any other is accepted from our own user alone, and only its descriptor is kept:
-see ``host_file.py``. Lane threads only.
+see ``host_file.py``.
+
+A page of a memory file is charged to whoever touches it first, and our copies touch what their worker never did. So the
+pages that are missing in all workers' files together must fit into the memory that is available to us. Lane threads
+only.
 """
 
 import fcntl
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -18,8 +23,11 @@ from lmlive.device import syscalls
 from lmlive.device.backend import Chunk, FdSource, GroupPlace, Mapping, MayContinue, Placement
 from lmlive.device.host_copy import HostGroup, HostPlane, Pace, check_plane, gather, map_plane, scatter
 from lmlive.device.host_file import FilePlane, MemoryFile
-from lmlive.device.limits import HostLimits, process_limits
-from lmlive.errors import HandleOpenError, InternalError, InvalidHandle
+from lmlive.device.limits import RETRY_AFTER, HostLimits, process_limits
+from lmlive.device.pool import read_available_memory
+from lmlive.errors import HandleOpenError, InternalError, InvalidHandle, ServerBusy
+
+_BLOCK_BYTES = 512  # of st_blocks
 
 
 def inspect_fd(fd: int, nbytes: int) -> bool:
@@ -55,11 +63,13 @@ class HostMapping:
         address: Its first byte here; 0 if it is not mapped.
         nbytes: How much of it is borrowed.
         file: The file where it is not sealed, hence not mapped.
+        missing: Bytes without pages when it was opened, which our copies may fill.
     """
 
     address: int
     nbytes: int
     file: MemoryFile | None = None
+    missing: int = 0
     open: bool = True
 
 
@@ -85,6 +95,8 @@ class HostBackend:
     def __init__(self, uid: int | None = None, limits: HostLimits | None = None) -> None:
         self._uid = os.geteuid() if uid is None else uid
         self._limits = limits or process_limits()
+        self._lock = threading.Lock()
+        self._opened: set[HostMapping] = set()
 
     def open_handle(self, source: FdSource) -> HostMapping:
         """Check a memory file and map it, or open it again where it is not sealed; the descriptor is closed.
@@ -96,14 +108,14 @@ class HostBackend:
         """
         try:
             if inspect_fd(source.fd, source.nbytes):
-                return self._map(source)
+                return self._keep_in_mind(self._map(source, self._missing(source)))
             if source.uid != self._uid:
                 raise InvalidHandle(
                     f"memory of uid {source.uid} is not sealed, and we are uid {self._uid}: use lmlive.shared_empty",
                     uid=source.uid,
                     server_uid=self._uid,
                 )
-            return self._keep(source)
+            return self._keep_in_mind(self._keep(source, self._missing(source)))
         finally:
             syscalls.close_foreign(source.fd)
 
@@ -113,6 +125,8 @@ class HostBackend:
         if not mapping.open:
             raise InternalError("a mapping was closed twice")
         mapping.open = False
+        with self._lock:
+            self._opened.discard(mapping)
         if mapping.file is not None:
             os.close(mapping.file.fd)
             self._limits.descriptors.give_back()
@@ -157,7 +171,39 @@ class HostBackend:
     def fence(self, placement: Placement) -> None:
         """Return at once: a copy here ends with the call that makes it."""
 
-    def _map(self, source: FdSource) -> HostMapping:
+    def _keep_in_mind(self, mapping: HostMapping) -> HostMapping:
+        with self._lock:
+            self._opened.add(mapping)
+        return mapping
+
+    def _missing(self, source: FdSource) -> int:
+        """Give the bytes without pages, which our copies would fill at our cost.
+
+        Raises:
+            ServerBusy: They are more than there is memory for.
+        """
+        missing = max(0, source.nbytes - os.fstat(source.fd).st_blocks * _BLOCK_BYTES)
+        if not missing:
+            return 0
+        available = read_available_memory() * 4 // 5
+        with self._lock:
+            opened = tuple(self._opened)
+            if missing + sum(mapping.missing for mapping in opened) > available:  # some were filled meanwhile
+                for mapping in opened:
+                    mapping.missing = _still_missing(mapping)
+            others = sum(mapping.missing for mapping in opened)
+        if missing + others > available:
+            raise ServerBusy(
+                f"{missing} bytes of this memory have no pages, and copies would fill them at the server's cost, which "
+                f"has {available} left for that and owes {others}: write to it first",
+                retry_after=RETRY_AFTER,
+                missing=missing,
+                available=available,
+                owed=others,
+            )
+        return missing
+
+    def _map(self, source: FdSource, missing: int) -> HostMapping:
         limits, nbytes = self._limits, source.nbytes
         if nbytes > limits.handle_bytes:
             raise InvalidHandle(
@@ -176,7 +222,7 @@ class HostBackend:
         except OSError as error:
             self._return_mapping(nbytes)
             raise HandleOpenError(f"the memory could not be mapped: {error}", errno=error.errno) from error
-        mapping = HostMapping(address, nbytes)
+        mapping = HostMapping(address, nbytes, missing=missing)
         try:
             _prefault(source.fd, address, nbytes)
         except BaseException:
@@ -188,14 +234,23 @@ class HostBackend:
         self._limits.mappings.give_back()
         self._limits.addresses.give_back(nbytes)
 
-    def _keep(self, source: FdSource) -> HostMapping:
+    def _keep(self, source: FdSource, missing: int) -> HostMapping:
         self._limits.descriptors.take()
         try:
             fd = syscalls.reopen(source.fd)
         except OSError as error:
             self._limits.descriptors.give_back()
             raise HandleOpenError(f"the memory could not be opened again: {error}", errno=error.errno) from error
-        return HostMapping(0, source.nbytes, MemoryFile(fd, source.nbytes))
+        return HostMapping(0, source.nbytes, MemoryFile(fd, source.nbytes), missing)
+
+
+def _still_missing(mapping: HostMapping) -> int:
+    if not mapping.missing:
+        return 0
+    if mapping.file is not None:
+        return max(0, mapping.nbytes - os.fstat(mapping.file.fd).st_blocks * _BLOCK_BYTES)
+    resident = syscalls.resident_bytes(mapping.address, mapping.nbytes)  # but for those that were only set aside
+    return min(mapping.missing, mapping.nbytes - resident)
 
 
 def _prefault(fd: int, address: int, nbytes: int) -> None:

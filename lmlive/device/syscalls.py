@@ -58,6 +58,7 @@ _libc.mmap.argtypes = (
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _libc.setsockopt.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
 
@@ -186,6 +187,17 @@ def written_ranges(fd: int, nbytes: int) -> Iterator[tuple[int, int]]:
             raise
         if start < position:
             yield start, position
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Count the bytes of a mapped memory file that have pages, whoever touched them; a millisecond for some GiB."""
+    found = 0
+    for begin, end in steps(0, nbytes):
+        pages = np.empty(-(-(end - begin) // PAGE_BYTES), np.uint8)
+        if _libc.mincore(address + begin, end - begin, pages.ctypes.data) != 0:
+            _raise("mincore")
+        found += int(np.count_nonzero(pages & 1)) * PAGE_BYTES
+    return min(found, nbytes)
 
 
 def address_space() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmlive.device import syscalls
+from lmlive.device import host, syscalls
 from lmlive.device.backend import Bytes, Chunk, FdSource, GroupPlace, PlanePlace
 from lmlive.device.context import CacheContext
 from lmlive.device.host import HostBackend, HostMapping
@@ -250,7 +250,8 @@ def test_handles_without_pages_cannot_take_all_addresses() -> None:
     assert open_fds() == fds
 
 
-def test_what_this_process_spares_leaves_room_for_threads() -> None:
+def test_what_this_process_spares_leaves_room_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "read_available_memory", lambda: 1 << 60)
     backend = HostBackend()
     with pytest.raises(InvalidHandle, match="one handle"):
         backend.open_handle(sparse_source(32 << 40))
@@ -389,3 +390,27 @@ def test_chunk_and_memory_must_agree() -> None:
 
 def test_the_mapping_says_what_it_holds() -> None:
     assert HostMapping(4096, 64).nbytes == 64
+
+
+def test_memory_without_pages_must_fit_into_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's container may be larger than the server's, and whoever touches a page first pays for it."""
+    backend = HostBackend()
+    monkeypatch.setattr(host, "read_available_memory", lambda: 100 * PAGE)
+    first = backend.open_handle(sealed_holes(60 * PAGE))
+    with pytest.raises(ServerBusy, match="write to it first") as caught:
+        backend.open_handle(sealed_holes(40 * PAGE))
+    assert caught.value.fields == {"retry_after": 1.0, "missing": 40 * PAGE, "available": 80 * PAGE, "owed": 60 * PAGE}
+    second = backend.open_handle(sealed_holes(40 * PAGE, filled=30 * PAGE))
+    syscalls.view_of(first.address, 60 * PAGE)[:] = 1  # what was filled is owed no more
+    third = backend.open_handle(sealed_holes(70 * PAGE))
+    backend.close_mapping(third)
+    fourth = backend.open_handle(sealed_holes(70 * PAGE))
+    for mapping in (first, second, fourth):
+        backend.close_mapping(mapping)
+
+
+def sealed_holes(nbytes: int, *, filled: int = 0) -> FdSource:
+    fd = syscalls.make_memfd("lmlive-test", nbytes)
+    if filled:
+        os.posix_fallocate(fd, 0, filled)
+    return FdSource(fd, nbytes, os.geteuid())
