@@ -29,7 +29,7 @@ def no_server(url: str) -> str:
         return f"refused by {url}: {refusal.message}"
     pid = None if path is None else _holder(path)
     if pid is not None:
-        hint = _continue(pid) if _is_stopped(pid) else "see its log, or end it"
+        hint = _continue(pid) if _is_stopped(pid) else "its log says where it is bound, and what it does"
         return f"no answer from {url}: process {pid} holds this run dir and does not answer: {hint}"
     return f"no server at {url}: {(path and _obstacle(path)) or f'start one with: lmlive serve {_where(url, path)}'}"
 

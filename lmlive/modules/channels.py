@@ -36,9 +36,11 @@ def connection_lost(books: Books, connection: int) -> None:
 
 
 def suspect(books: Books, registration: Registration) -> None:
-    """Note that a channel of a live instance was lost; say so if that is more than the first sign of its exit."""
+    """Note that a channel of a live instance was lost; say so once, if that is more than the first sign of its exit."""
+    told = registration.suspect
     books.roster.channel_lost(registration.instance_id, registration.generation)
-    books.later(SUSPICION_SECONDS, partial(_tell_lost, books, registration))
+    if not told:
+        books.later(SUSPICION_SECONDS, partial(_tell_lost, books, registration))
 
 
 def _tell_lost(books: Books, registration: Registration) -> None:

@@ -222,16 +222,16 @@ class Doorkeeper:
 
 
 class _Complaint:
-    """Says why peers do not come in: one line in a while, because whoever is refused comes again all the time."""
+    """Says why peers do not come in: one line in a while for each reason, because whoever is refused comes again."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._said_at = -SAY_AGAIN_SECONDS
+        self._said_at: dict[str, float] = {}
 
     def make(self, address: str, reason: str, failures: int) -> None:
         now = self._loop.time()
-        if now - self._said_at >= SAY_AGAIN_SECONDS:
-            self._said_at = now
+        if now - self._said_at.get(reason, -SAY_AGAIN_SECONDS) >= SAY_AGAIN_SECONDS:
+            self._said_at[reason] = now
             log.warning("handshake failed address=%s reason=%s failures=%d", address or "unknown", reason, failures)
 
 

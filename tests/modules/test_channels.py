@@ -4,7 +4,7 @@ import pytest
 
 from lmlive.liveness.roster import Registration
 from lmlive.modules.call import Source
-from lmlive.modules.channels import SUSPICION_SECONDS, connection_lost
+from lmlive.modules.channels import SUSPICION_SECONDS, connection_lost, suspect
 from lmlive.modules.registration import admit_register
 from tests.modules.registry import BARE, OTHER, SECRET, Asked, Registry, register
 
@@ -36,6 +36,14 @@ def test_a_lost_connection_makes_an_instance_without_a_tether_suspect(registry: 
     registry.books.roster.touch(7, 1, registry.books.moment())
     assert not live.suspect
     assert registry.books.roster.scan(registry.books.moment()).removals == []
+
+
+def test_who_loses_tether_and_connection_is_reported_once(registry: Registry) -> None:
+    live = join(registry)
+    suspect(registry.books, live)
+    connection_lost(registry.books, 12)
+    registry.pass_time(SUSPICION_SECONDS)
+    assert registry.kinds() == ["registered", "suspect"]
 
 
 def test_a_frame_that_comes_at_once_leaves_no_report(registry: Registry) -> None:
