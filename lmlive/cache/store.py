@@ -8,11 +8,10 @@ It is a table over an arena's offsets; it copies no byte and reads no clock. The
 * Chunks that leave the index while pinned are freed when their last pin ends.
 * No call does more than one prompt's worth of work, but for what it must free to make room; the rest is ``sweep``'s.
 
-Eviction is on demand, when an allocation fails, and by watermark; who goes first is ``victims``' business. The end of a
-pin is a use. Using a prefix makes its head the most recent chunk of it, so that it loses its tail first and stays one.
+Where the bytes come from is ``room``'s business. The end of a pin is a use. Using a prefix makes its head the most
+recent chunk of it, so that it loses its tail first and stays one.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -22,21 +21,9 @@ from lmlive.cache.arena import Arena, Offsets
 from lmlive.cache.claims import Claim, Refused, Reservation, Space
 from lmlive.cache.columns import NO_CHUNKS, Chunks, Columns
 from lmlive.cache.keys import Namespace
+from lmlive.cache.room import PASS_CHUNKS, THIN_FROM, Room
 from lmlive.cache.victims import Victims
 from lmlive.errors import InternalError
-
-PASS_CHUNKS = 1024
-"""Chunks that one pass frees at most: well under a millisecond of the loop."""
-
-HIGH_WATER = 0.95
-LOW_WATER = 0.90
-"""Above the one, sweeps evict down to the other: a STORE then finds room, and its admit seldom pays for an eviction.
-Two marks, so that a sweep is not begun again for each chunk; near the top, because what is evicted early is lost early.
-"""
-
-THIN_FROM = 1024
-"""Chunks below which nothing is evicted by watermark: so few are evicted on demand in less than a millisecond, and of
-a small pool each chunk counts."""
 
 
 class ChunkStore:
@@ -50,22 +37,28 @@ class ChunkStore:
 
     def __init__(self, arena: Arena, *, pass_chunks: int = PASS_CHUNKS, thin_from: int = THIN_FROM) -> None:
         self._arena = arena
-        self._pass_chunks = pass_chunks
-        self._thin_from = thin_from
         self._columns = Columns()
         self._victims = Victims(self._columns, arena.nbytes)
+        self._room = Room(
+            arena, self._columns, self._victims, self._forget_if_empty, pass_chunks=pass_chunks, thin_from=thin_from
+        )
         self._spaces: dict[Namespace, Space] = {}
         self._owners: dict[int, dict[Reservation, None]] = {}
-        self._cleared: deque[Space] = deque()  # out of the index, to be freed
-        self._thinning = False
-        self._evictable_bytes = 0
-        self.chunks = 0
         self.leased_chunks = 0
         self.leased_bytes = 0
         self.reserved_chunks = 0
         self.held_back_chunks = 0
-        self.evictions = 0
         self.refusals = 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that are committed and seen."""
+        return self._room.chunks
+
+    @property
+    def evictions(self) -> int:
+        """Chunks that were evicted."""
+        return self._room.evictions
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +114,7 @@ class ChunkStore:
         if first.size:
             if not columns.stamps[first].all():
                 raise InternalError("a chunk that left the store cannot be borrowed")
-            self._evictable_bytes -= int(columns.lengths[first].sum())
+            self._victims.hold(first)
         columns.pins[chunks] = pins + 1
         if leased:
             leases = columns.leases[chunks]
@@ -141,22 +134,12 @@ class ChunkStore:
             self._count_leased(chunks[leases == 0], -1)
         last = chunks[pins == 1]
         seen = columns.stamps[last] > 0
-        self._let_go(last[seen])
-        self._free(last[~seen])
+        self._victims.let_go(last[seen])
+        self._room.give(last[~seen])
 
     def _count_leased(self, chunks: Chunks, sign: int) -> None:
         self.leased_chunks += sign * chunks.size
         self.leased_bytes += sign * int(self._columns.nbytes[chunks].sum())
-
-    def _let_go(self, chunks: Chunks) -> None:
-        """These can be evicted from now on."""
-        self.touch(chunks)
-        self._evictable_bytes += int(self._columns.lengths[chunks].sum())
-
-    def _free(self, chunks: Chunks) -> None:
-        if chunks.size:
-            self._arena.free(self._columns.offsets[chunks], self._columns.nbytes[chunks])
-            self._columns.give(chunks)
 
     # Writing
 
@@ -208,15 +191,11 @@ class ChunkStore:
         writing = dict.fromkeys(keys)
         if len(writing) < len(keys):
             raise InternalError("a chunk is reserved once")
-        offsets = self._allocate(nbytes, len(keys))
-        if not offsets.size:
+        chunks = self._room.take(nbytes, len(keys))
+        if not chunks.size:
             return None
         columns = self._columns
-        chunks = columns.take(offsets.size)
-        keys = keys[: offsets.size]
-        columns.offsets[chunks] = offsets
-        columns.nbytes[chunks] = nbytes
-        columns.lengths[chunks] = self._arena.size_of(nbytes)
+        keys = keys[: chunks.size]
         columns.keys[chunks] = keys
         columns.homes[chunks] = space
         reservation = Reservation(space, keys, chunks, owner)
@@ -234,7 +213,7 @@ class ChunkStore:
         """Say that nothing writes to its extents any more; what was held back for that is freed."""
         if reservation.copying and not reservation.open:
             self.held_back_chunks -= reservation.chunks.size
-            self._free(reservation.chunks)
+            self._room.give(reservation.chunks)
         reservation.copying = False
 
     def commit(self, reservation: Reservation) -> Chunks:
@@ -247,8 +226,7 @@ class ChunkStore:
         space, chunks = reservation.home, reservation.chunks
         space.index.update(zip(reservation.keys, chunks.tolist(), strict=True))
         self._spaces[space.namespace] = space
-        self.chunks += chunks.size
-        self._let_go(chunks)
+        self._room.show(chunks)
         return chunks
 
     def abort(self, reservation: Reservation) -> int:
@@ -259,7 +237,7 @@ class ChunkStore:
         if reservation.copying:
             self.held_back_chunks += reservation.chunks.size
         else:
-            self._free(reservation.chunks)
+            self._room.give(reservation.chunks)
         return int(reservation.chunks.size)
 
     def abort_owner(self, owner: int) -> int:
@@ -296,9 +274,8 @@ class ChunkStore:
             if space.index:
                 del self._spaces[space.namespace]
                 cleared += len(space.index)
-                self._cleared.append(space)
-        self.chunks -= cleared
-        self._free_cleared()
+                self._room.clear(space)
+        self._room.free_cleared()
         return cleared
 
     def sweep(self) -> bool:
@@ -307,74 +284,4 @@ class ChunkStore:
         Returns:
             Whether there is more to do.
         """
-        if self._cleared:
-            self._free_cleared()
-            return True
-        high, low = (int(part * self.nbytes) for part in (HIGH_WATER, LOW_WATER))
-        if self.chunks >= self._thin_from and self.used_bytes > (low if self._thinning else high):
-            self._thinning = self._evict(self.used_bytes - low, self._pass_chunks) > 0
-        else:
-            self._thinning = False
-        return self._thinning
-
-    def _free_cleared(self) -> None:
-        """Free so many chunks that were cleared; those that are pinned are freed with their last pin."""
-        columns, left = self._columns, self._pass_chunks
-        while self._cleared and left:
-            index = self._cleared[0].index
-            count = min(left, len(index))
-            chunks = np.fromiter((index.popitem()[1] for _ in range(count)), np.intp, count)
-            left -= count
-            self._victims.forget(chunks)
-            pinned = columns.pins[chunks] > 0
-            columns.stamps[chunks[pinned]] = 0
-            idle = chunks[~pinned]
-            self._evictable_bytes -= int(columns.lengths[idle].sum())
-            self._free(idle)
-            if not index:
-                self._cleared.popleft()
-
-    def _allocate(self, nbytes: int, count: int) -> Offsets:
-        """Allocate, evicting as much as it takes, and nothing where even all of it would not be enough."""
-        arena = self._arena
-        length = arena.size_of(nbytes)
-        offsets = arena.allocate(nbytes, count)
-        more = 1
-        while offsets.size < count:
-            room = min(count - offsets.size, (arena.free_bytes + self._evictable_bytes) // length) * length
-            if not room:
-                break
-            short = room - arena.free_bytes
-            # Where there are bytes enough, but in holes that are too small, more and more go until two holes meet.
-            nbytes_more, most = (short, self.chunks) if short > 0 else (arena.nbytes, more)
-            if self._cleared:
-                self._free_cleared()
-            elif self._evict(nbytes_more, most):
-                more = min(2 * more, self._pass_chunks)
-            else:
-                break
-            offsets = np.concatenate((offsets, arena.allocate(nbytes, count - offsets.size)))
-        return offsets
-
-    def _evict(self, nbytes: int, most: int) -> int:
-        """Evict at most so many chunks, the least recently used first, until so many bytes are free; count them."""
-        columns, evicted = self._columns, 0
-        while evicted < most and nbytes > 0:
-            victims = self._victims.next()[: most - evicted]
-            if not victims.size:
-                break
-            freed = columns.lengths[victims].cumsum()
-            victims = victims[: int(freed.searchsorted(nbytes)) + 1]
-            nbytes -= int(freed[victims.size - 1])
-            evicted += victims.size
-            homes = columns.homes[victims].tolist()
-            for home, key in zip(homes, columns.keys[victims].tolist(), strict=True):
-                del home.index[key]
-            for home in set(homes):
-                self._forget_if_empty(home)
-            self._evictable_bytes -= int(columns.lengths[victims].sum())
-            self._victims.forget(victims)
-            self._free(victims)
-        self.chunks -= evicted
-        self.evictions += evicted
-        return evicted
+        return self._room.sweep()

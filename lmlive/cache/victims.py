@@ -32,9 +32,13 @@ class Victims:
         columns: The chunks; those with a stamp and no pin can go.
         nbytes: Size of the pool.
         at_once: How many are searched at a time.
+
+    Attributes:
+        nbytes: What the chunks that can go take up.
     """
 
     def __init__(self, columns: Columns, nbytes: int, at_once: int = AT_ONCE) -> None:
+        self.nbytes = 0
         self._columns = columns
         self._most_kept = int(nbytes * KEPT_SHARE)
         self._few_kept = int(nbytes * KEPT_LOW)
@@ -48,6 +52,15 @@ class Victims:
         """Make chunks the most recently used, the first of them last, so that a prefix loses its tail first."""
         self._columns.stamps[chunks] = np.arange(self._stamp + chunks.size, self._stamp, -1)
         self._stamp += chunks.size
+
+    def let_go(self, chunks: Chunks) -> None:
+        """From now on these can go; their turn is behind all others'."""
+        self.touch(chunks)
+        self.nbytes += int(self._columns.lengths[chunks].sum())
+
+    def hold(self, chunks: Chunks) -> None:
+        """From now on these cannot go: they are pinned, or gone already."""
+        self.nbytes -= int(self._columns.lengths[chunks].sum())
 
     def keep(self, chunks: Chunks) -> None:
         """Note that chunks, which others see, are used again; they are pinned."""

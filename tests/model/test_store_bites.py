@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -12,13 +13,14 @@ from lmlive.cache.claims import Claim, Reservation
 from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable
+from lmlive.cache.room import Room
 from lmlive.cache.store import ChunkStore
 from lmlive.cache.victims import Victims
 from lmlive.errors import InternalError
 from tests.model.test_store_model import StoreMachine
 
 
-class EvictsWhatIsPinned(ChunkStore):
+class EvictsWhatIsPinned(Room):
     def _evict(self, nbytes: int, most: int) -> int:
         columns = self._columns
         pins = columns.pins.copy()
@@ -34,10 +36,23 @@ class EvictsTheNewest(Victims):
         return super().next()[::-1]
 
 
-class EvictsFromTheWrongEnd(ChunkStore):
+class EvictsFromTheWrongEnd(Room):
     def _evict(self, nbytes: int, most: int) -> int:
-        self._victims = EvictsTheNewest(self._columns, self._arena.nbytes)
-        return super()._evict(nbytes, most)
+        real, self._victims.__class__ = self._victims.__class__, EvictsTheNewest
+        try:
+            return super()._evict(nbytes, most)
+        finally:
+            self._victims.__class__ = real
+
+
+class KeepsNothing(Victims):
+    def keep(self, chunks: Chunks) -> None:
+        pass
+
+
+class KeepsEverything(Victims):
+    def forget(self, chunks: Chunks) -> None:
+        pass
 
 
 class FreesUnderACopy(ChunkStore):
@@ -68,11 +83,11 @@ class LosesTheHeadFirst(ChunkStore):
         super().touch(chunks[::-1])
 
 
-class FreesWhatIsClearedAtOnce(ChunkStore):
-    def _free_cleared(self) -> None:
+class FreesWhatIsClearedAtOnce(Room):
+    def free_cleared(self) -> None:
         pins = self._columns.pins.copy()
         self._columns.pins[:] = 0
-        super()._free_cleared()
+        super().free_cleared()
         self._columns.pins[:] = pins
 
 
@@ -84,19 +99,19 @@ class ClearsInPasses(ChunkStore):
         return cleared
 
 
-class ForgetsWhatIsCleared(ChunkStore):
-    def _free_cleared(self) -> None:
-        super()._free_cleared()
+class ForgetsWhatIsCleared(Room):
+    def free_cleared(self) -> None:
+        super().free_cleared()
         self._cleared = deque()
 
 
-class ThinsTooMuch(ChunkStore):
+class ThinsTooMuch(Room):
     def sweep(self) -> bool:
         more = super().sweep()
         return more or bool(self.chunks > 4 and self._evict(1, 1) and False)
 
 
-class NeverThins(ChunkStore):
+class NeverThins(Room):
     def sweep(self) -> bool:
         return super().sweep() if self._cleared else False
 
@@ -149,6 +164,8 @@ class LosesTheRestOfAPass(LeaseTable):
     [
         EvictsWhatIsPinned,
         EvictsFromTheWrongEnd,
+        KeepsNothing,
+        KeepsEverything,
         FreesUnderACopy,
         PublishesForTheDead,
         WritesWhatAnotherWrites,
@@ -168,12 +185,27 @@ class LosesTheRestOfAPass(LeaseTable):
 )
 def test_the_model_finds(broken: type) -> None:
     place = next(name for base, name in PLACES.items() if issubclass(broken, base))
-    machine = type("Broken", (StoreMachine,), {place: broken})
+    if place.startswith("_"):  # a part of the store
+
+        class BrokenInside(ChunkStore):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                getattr(self, place).__class__ = broken
+
+        machine = type("Broken", (StoreMachine,), {"store_type": BrokenInside})
+    else:
+        machine = type("Broken", (StoreMachine,), {place: broken})
     with pytest.raises((AssertionError, InternalError, KeyError)):
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
-PLACES = {Arena: "arena_type", ChunkStore: "store_type", LeaseTable: "leases_type"}
+PLACES = {
+    Arena: "arena_type",
+    ChunkStore: "store_type",
+    LeaseTable: "leases_type",
+    Room: "_room",
+    Victims: "_victims",
+}
 SEARCH = settings(
     max_examples=1000,
     stateful_step_count=40,

@@ -19,7 +19,8 @@ from lmlive.cache.claims import Refused, Reservation
 from lmlive.cache.columns import Chunks
 from lmlive.cache.keys import Namespace
 from lmlive.cache.leases import LeaseTable
-from lmlive.cache.store import HIGH_WATER, LOW_WATER, ChunkStore
+from lmlive.cache.room import HIGH_WATER, LOW_WATER
+from lmlive.cache.store import ChunkStore
 from lmlive.cache.victims import KEPT_LOW, KEPT_SHARE
 
 SECONDS = 10.0
