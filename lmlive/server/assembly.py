@@ -30,6 +30,7 @@ from lmlive.server.curve import DoorKeys
 from lmlive.server.discards import Discards
 from lmlive.server.dispatcher import Dispatcher
 from lmlive.server.lanes import Lanes
+from lmlive.server.line import Line
 from lmlive.server.ports import MakeDoor
 from lmlive.server.reaper import Reaper, tick_interval
 from lmlive.server.releases import Releases
@@ -92,7 +93,8 @@ class Parts:
             status=status,
             discard=self.discards.memory,
         )
-        self.dispatcher = Dispatcher(self.books, self.lanes)
+        self.line = Line(clock)
+        self.dispatcher = Dispatcher(self.books, self.lanes, self.line)
         self.door = (make_door or Router)(
             config.bind_urls,
             on_message=self.dispatcher.on_message,
@@ -105,10 +107,11 @@ class Parts:
             uids=frozenset({os.geteuid(), *config.allow_uid}) if config.allow_uid else frozenset(),
         )
         self.dispatcher.answer_over(self.door)
+        self.line.follow(self.door)
         self.books.readmit = self.dispatcher.readmit
         self.tethers = Tethers(self.books, self.discards.foreign, self.discards.packet)
         self.releases = Releases(self.books, self.lanes)
-        self.reaper = Reaper(self.books, self.door, self.tethers.sweep)
+        self.reaper = Reaper(self.books, self.line, self.tethers.sweep)
 
     def open_run_dir(self) -> None:
         """Bind every unix socket: the door's, and a tether's beside each; blocks, so a thread does it at the start.

@@ -1,8 +1,9 @@
 """From a frame to its one reply.
 
-Every frame is decoded, stamped and touched at the door, before anything is queued; then it is checked, fenced and
-admitted, works in a lane, settles, and is answered. A frame without a legible header is counted and never answered;
-every other request gets exactly one reply, whatever happens on the way.
+Every frame is stamped, touched and checked at the door, before anything is queued. A PING goes on at once; what else
+there is may wait in line, then it is decoded, fenced and admitted, works in a lane, settles, and is answered. A frame
+without a legible header is counted and never answered; every other request gets exactly one reply, whatever happens on
+the way.
 
 It keeps no state of the server's own, only what is on the way: that is in ``Books``. Loop thread only; the one
 function that is not says so.
@@ -27,9 +28,6 @@ from lmlive.errors import (
     ServerBusy,
     ServerDraining,
     ServerStarting,
-    StaleEpoch,
-    StaleGeneration,
-    UnknownInstance,
     UnknownVerb,
 )
 from lmlive.liveness.watch import Moment
@@ -48,7 +46,9 @@ from lmlive.protocol.codec import (
     encode_reply,
 )
 from lmlive.protocol.messages import parse_request
-from lmlive.protocol.verbs import FENCED, FENCED_BY_EPOCH, TOUCHING, Verb
+from lmlive.protocol.verbs import FENCED, TOUCHING, Verb
+from lmlive.server.fence import fence
+from lmlive.server.line import Line
 from lmlive.server.pings import PingLine
 from lmlive.server.ports import Outbox, Workshop
 
@@ -82,16 +82,18 @@ class Dispatcher:
     Args:
         books: The server's state.
         lanes: The lanes.
+        line: Where requests wait for their turn.
         handlers: What each verb does; another table is for tests.
     """
 
-    def __init__(self, books: Books, lanes: Workshop, handlers: Mapping[Verb, Admit] = HANDLERS) -> None:
+    def __init__(self, books: Books, lanes: Workshop, line: Line, handlers: Mapping[Verb, Admit] = HANDLERS) -> None:
         self.bad_frames = 0
         self.broken_rules = 0
         self.dropped_replies = 0
         self._books = books
         self._outbox: Outbox | None = None
         self._lanes = lanes
+        self._line = line
         self._handlers = handlers
         self._epoch = books.epoch
         self._max_bytes = books.config.max_message_bytes
@@ -157,36 +159,44 @@ class Dispatcher:
         """Note the end of one drain of the socket: its messages share one stamp, and its PINGs one hand-off."""
         self._moment = None
         self._pings.hand_over()
+        self._line.look()
 
     # everything else
 
     def _take_request(self, peer: bytes, frames: list[bytes], header: Header, moment: Moment) -> None:
-        books = self._books
-        call = Call(
-            peer,
-            header,
-            moment,
-            connection=books.connections.find(peer),
-            answer=self._answer,
-            twice=self._answered_twice,
-        )
+        call = Call(peer, header, moment, connection=None, answer=self._answer, twice=self._answered_twice)
         self._outstanding[call] = None
         self._quiet.clear()
         try:
             if header.code in TOUCHING and header.epoch == self._epoch:
                 # Whatever becomes of the request, whoever sent it lives.
-                books.roster.touch(header.instance_id, header.generation, moment, prove=header.code == _PING)
+                self._books.roster.touch(header.instance_id, header.generation, moment, prove=header.code == _PING)
             verb = self._check(frames, header)
-            call.message = parse_request(verb, decode_body(frames[0]))
             if verb is Verb.REGISTER and self._outbox is not None:
                 call.source = self._outbox.source
-        except LMLiveError as error:
-            call.fail(versions.blame(header.version, error))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a request, its sender is answered
+            self._refuse(call, error)
             return
+        call.defer()
+        [frame] = frames
+        self._line.take(peer, len(frame), partial(self._begin, call, verb, frame))
+
+    def _begin(self, call: Call, verb: Verb, frame: bytes) -> None:
+        """Take a request whose turn has come."""
+        if call.answered:  # it waited until the server was closed
+            return
+        call.deferred = False
+        call.connection = self._books.connections.find(call.peer)  # a HELLO may have waited before it
+        try:
+            self._check_state(verb)
+            call.message = parse_request(verb, decode_body(frame))
         except Exception as error:  # noqa: BLE001 - whatever a body does to its parser, its sender is answered
-            call.fail(error)
+            self._refuse(call, error)
             return
         self._admit(call, verb)
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        call.fail(versions.blame(call.header.version, error) if isinstance(error, LMLiveError) else error)
 
     def _check(self, frames: list[bytes], header: Header) -> Verb:
         """Tell whether this build, in its present state, serves this verb."""
@@ -198,17 +208,21 @@ class Dispatcher:
             raise UnknownVerb("no such verb: see the table of the wire protocol", verb=header.code)
         if verb is not Verb.PING and verb not in self._handlers:
             raise UnknownVerb(f"{verb.name} is not in this build", verb=header.code)
-        state = self._books.state
-        if state == "starting" and verb not in _ANSWERED_WHILE_STARTING:
-            raise ServerStarting("the server is getting its memory: come again", retry_after=RETRY_AFTER)
-        if state == "draining" and verb in _REFUSED_WHILE_DRAINING:
-            raise _draining()
+        self._check_state(verb)
         if verb in _WITH_CREDENTIAL and self._outbox is not None and not self._outbox.has_credential:
             raise NotOwner(
                 f"{verb.name} is not served over TCP without keys: ask over this server's unix socket, or with keys"
             )
         self._check_form(frames, header)
         return verb
+
+    def _check_state(self, verb: Verb) -> None:
+        """Refuse what the server does not do now."""
+        state = self._books.state
+        if state == "starting" and verb not in _ANSWERED_WHILE_STARTING:
+            raise ServerStarting("the server is getting its memory: come again", retry_after=RETRY_AFTER)
+        if state == "draining" and verb in _REFUSED_WHILE_DRAINING:
+            raise _draining()
 
     def _check_form(self, frames: list[bytes], header: Header) -> None:
         """Refuse what no verb takes."""
@@ -325,28 +339,3 @@ class Dispatcher:
 
 def _draining() -> ServerDraining:
     return ServerDraining("the server is going away: use another one, or wait for its successor")
-
-
-def fence(books: Books, call: Call, verb: Verb) -> None:
-    """Let through only what means this server, this instance and this generation.
-
-    Raises:
-        RequestError: The request means something else, or comes from somebody else.
-    """
-    whole = verb in FENCED
-    if not whole and verb not in FENCED_BY_EPOCH:
-        return
-    header = call.header
-    if call.connection is None:
-        raise StaleEpoch("no HELLO on this connection: say it, then register again", hello=True)
-    registered = books.roster.get(header.instance_id) if whole else None
-    if registered is not None and registered.secret_hash != call.connection.secret_hash:
-        raise NotOwner("this instance belongs to another worker", instance_id=header.instance_id)
-    if header.epoch != books.epoch:
-        raise StaleEpoch("another server answers here now: say HELLO and register again", epoch=books.epoch)
-    if not whole:
-        return
-    if registered is None:
-        raise UnknownInstance("not registered here (any more): register again", instance_id=header.instance_id)
-    if registered.generation != header.generation:
-        raise StaleGeneration("registered anew meanwhile: register again", generation=registered.generation)

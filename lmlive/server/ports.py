@@ -40,7 +40,17 @@ class Backlog(Protocol):
         ...
 
 
-class Door(Outbox, Backlog, Protocol):
+class Inbox(Backlog, Protocol):
+    """Where messages are read.
+
+    Attributes:
+        caught_up: Whether everything that had arrived was read at some time since ``take_caught_up`` was called.
+    """
+
+    caught_up: bool
+
+
+class Door(Outbox, Inbox, Protocol):
     """What a server asks of its router; ``lmlive.testing`` has one without sockets."""
 
     urls: tuple[str, ...]

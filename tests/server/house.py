@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lmlive.clock import Clock
 from lmlive.errors import LMLiveError, from_wire
 from lmlive.liveness.target import InstanceLivenessTarget
 from lmlive.modules.call import Source
@@ -10,6 +11,8 @@ from lmlive.modules.handler import Admit, Work
 from lmlive.protocol.codec import Header, decode_body, decode_header, encode_request
 from lmlive.protocol.verbs import Verb
 from lmlive.server.dispatcher import HANDLERS, Dispatcher
+from lmlive.server.line import Line
+from lmlive.testing import ManualClock
 from tests.modules.registry import SECRET, Registry
 
 PEER = b"\0peer"
@@ -60,19 +63,21 @@ class Lanes:
 
 
 class House:
-    """A dispatcher between a fake door and fake lanes."""
+    """A dispatcher between a fake door and fake lanes; ``clock`` tells what a pass has used, nothing without."""
 
     def __init__(
         self,
         handlers: Mapping[Verb, Admit] | None = None,
         targets: Sequence[InstanceLivenessTarget] = (),
+        clock: Clock | None = None,
         **settings: int,
     ) -> None:
         self.registry = Registry(targets, **settings)
         self.books = self.registry.books
         self.outbox = Outbox()
         self.lanes = Lanes()
-        self.dispatcher = Dispatcher(self.books, self.lanes, {**HANDLERS, **(handlers or {})})
+        self.line = Line(clock or ManualClock())
+        self.dispatcher = Dispatcher(self.books, self.lanes, self.line, {**HANDLERS, **(handlers or {})})
         self.dispatcher.answer_over(self.outbox)
         self.books.readmit = self.dispatcher.readmit
 

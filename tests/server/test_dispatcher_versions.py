@@ -11,7 +11,7 @@ from tests.server.house import EPOCH, House
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
+async def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(versions, "SPOKEN", versions.Versions(2, 3))
     return House()
 

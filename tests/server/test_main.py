@@ -154,7 +154,12 @@ def test_a_full_stdout_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_end_that_hangs_ends_the_process_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+
+    def exit_with(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", exit_with)
     with entry.LastResort() as last_resort:
         last_resort.wait(1000.0)
         last_resort.wait(0.0)

@@ -3,7 +3,8 @@ import errno
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,9 +235,14 @@ async def test_without_descriptors_an_offer_is_answered_and_the_tether_stands(
     house.tethers.close()
 
 
+def close_and_note(closed: list[int], fds: Sequence[int]) -> None:
+    closed.extend(fds)
+    close_all(fds)
+
+
 async def test_whatever_comes_is_received_so_that_the_kernel_closes_nothing_here(house: House) -> None:
     closed: list[int] = []
-    house.tethers._discard = lambda fds: (closed.extend(fds), close_all(fds))[0]
+    house.tethers._discard = partial(close_and_note, closed)
     end = await house.connect()
     fds = memory_files(200)
     assert isinstance(await say(end, offer(64), fds), InvalidPayload)
@@ -247,7 +253,7 @@ async def test_whatever_comes_is_received_so_that_the_kernel_closes_nothing_here
 @pytest.mark.parametrize("full", [True, False])
 async def test_a_connection_that_is_refused_is_closed_elsewhere(house: House, full: bool) -> None:
     closed: list[int] = []
-    house.tethers._discard = lambda fds: (closed.extend(fds), close_all(fds))[0]
+    house.tethers._discard = partial(close_and_note, closed)
     if full:
         house.tethers._most_peers = 0
     else:
