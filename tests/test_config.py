@@ -47,6 +47,7 @@ OTHERS: dict[str, tuple[object, str, object]] = {
     "curve_secret_key": ("/a/server.key_secret", "/a/server.key_secret", Path("/a/server.key_secret")),
     "curve_authorized_keys": ("/a/keys", "/a/keys", Path("/a/keys")),
     "insecure_bind": (True, "1", True),
+    "checksum": (True, "1", True),
 }
 
 KEYED: dict[str, Any] = {"curve_secret_key": "/a/server.key_secret"}
@@ -141,6 +142,7 @@ REFUSED: list[tuple[str, object]] = [
     ("curve_authorized_keys", "/a/without/a/secret/key"),
     ("insecure_bind", 1),
     ("insecure_bind", "yes"),
+    ("checksum", "yes"),
 ]
 
 
@@ -302,10 +304,6 @@ def test_settings_of_later_builds_say_so(name: str, tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         ServerConfig.from_args(["--help"], {})
     assert setting.flag not in capsys.readouterr().out
-
-
-def test_a_later_switch_that_is_off_is_fine() -> None:
-    assert ServerConfig.from_env({"LMLIVE_CHECKSUM": "0"}) == server()
 
 
 @pytest.mark.parametrize("device", ["cuda", "fake-cuda"])

@@ -30,11 +30,25 @@ class Columns:
         kept: Whether it was used again since it came, and is among the last to go.
         pins: How often it is pinned.
         leases: How many of the pins are a lease's.
+        checksums: Of its bytes, where they are checked.
         keys: Its key.
         homes: The space that it is in.
     """
 
-    __slots__ = ("_free", "_left", "homes", "kept", "keys", "leases", "lengths", "nbytes", "offsets", "pins", "stamps")
+    __slots__ = (
+        "_free",
+        "_left",
+        "checksums",
+        "homes",
+        "kept",
+        "keys",
+        "leases",
+        "lengths",
+        "nbytes",
+        "offsets",
+        "pins",
+        "stamps",
+    )
 
     def __init__(self) -> None:
         self.offsets = np.zeros(_FIRST_ROWS, np.int64)
@@ -44,6 +58,7 @@ class Columns:
         self.kept = np.zeros(_FIRST_ROWS, np.bool_)
         self.pins = np.zeros(_FIRST_ROWS, np.int64)
         self.leases = np.zeros(_FIRST_ROWS, np.int64)
+        self.checksums = np.zeros(_FIRST_ROWS, np.uint64)
         self.keys: Keys = np.empty(_FIRST_ROWS, np.object_)
         self.homes: Keys = np.empty(_FIRST_ROWS, np.object_)
         self._free: Chunks = np.arange(_FIRST_ROWS - 1, -1, -1, dtype=np.intp)  # a stack
@@ -68,7 +83,7 @@ class Columns:
         """Double the rows, at least."""
         rows = self.stamps.size
         more = max(rows, count)
-        for name in ("offsets", "nbytes", "lengths", "stamps", "kept", "pins", "leases", "keys", "homes"):
+        for name in ("offsets", "nbytes", "lengths", "stamps", "kept", "pins", "leases", "checksums", "keys", "homes"):
             column = getattr(self, name)
             longer = np.full(rows + more, None if column.dtype == np.object_ else 0, column.dtype)
             longer[:rows] = column

@@ -93,6 +93,11 @@ class ChunkStore:
         """Give where the extents of chunks start, which are pinned or reserved."""
         return self._columns.offsets[chunks]
 
+    def checksums(self, chunks: Chunks) -> list[int]:
+        """Give the checksums under which chunks were committed."""
+        sums: list[int] = self._columns.checksums[chunks].tolist()
+        return sums
+
     def touch(self, chunks: Chunks) -> None:
         """Make committed chunks the most recently used, so that a prefix loses its tail first.
 
@@ -216,7 +221,7 @@ class ChunkStore:
             self._room.give(reservation.chunks)
         reservation.copying = False
 
-    def commit(self, reservation: Reservation) -> Chunks:
+    def commit(self, reservation: Reservation, checksums: Sequence[int] | None = None) -> Chunks:
         """Publish it if it is still open, and give its chunks; nothing may be copying into them."""
         if not reservation.open:
             return NO_CHUNKS
@@ -226,6 +231,8 @@ class ChunkStore:
         space, chunks = reservation.home, reservation.chunks
         space.index.update(zip(reservation.keys, chunks.tolist(), strict=True))
         self._spaces[space.namespace] = space
+        if checksums is not None:
+            self._columns.checksums[chunks] = checksums
         self._room.show(chunks)
         return chunks
 
@@ -277,6 +284,12 @@ class ChunkStore:
                 self._room.clear(space)
         self._room.free_cleared()
         return cleared
+
+    def lose(self, chunk: int) -> None:
+        """Take a pinned chunk, whose bytes are not what they were, out of the index, if it is there still."""
+        home, key = self._columns.homes[chunk], self._columns.keys[chunk]
+        if home.index.get(key) == chunk and self._spaces.get(home.namespace) is home:
+            self._room.drop(np.array([chunk], np.intp))
 
     def sweep(self) -> bool:
         """Make one pass at what need not be done at once: free what was cleared, evict above the high water mark.

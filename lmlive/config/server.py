@@ -121,8 +121,10 @@ class ServerConfig:
     insecure_bind: Setting[bool, bool] = Setting(
         False, switch(variable=True), "let TCP addresses that other machines reach be bound without keys"
     )
+    checksum: Setting[bool, bool] = Setting(
+        False, switch(variable=True), "check each chunk's bytes before a RETRIEVE is answered: a flipped bit is a miss"
+    )
     # Names of later builds: each is refused with a clear word instead of being unknown.
-    checksum: Setting[bool, bool] = Setting(False, later(switch=True), "")
     pool_file: Setting[str | Path, str] = Setting("", later(), "")
     tier: Setting[str | Sequence[str], tuple[str, ...]] = Setting((), later(many=True), "")
     quota: Setting[str | Sequence[str], tuple[str, ...]] = Setting((), later(many=True), "")

@@ -7,26 +7,21 @@ back and answers. So a chunk is visible whole or not at all, and nothing is unma
 A prompt may have thousands of chunks, so the loop handles them by the array; what is said of each one, its piece of the
 copy, is made in the lane.
 
-Loop thread, but for ``_Pieces`` and ``_may_continue``, which say so.
+Loop thread, but for ``_may_continue``, which says so.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from lmlive.cache.arena import Offsets
 from lmlive.cache.claims import Claim, Refused, Reservation
 from lmlive.cache.columns import Chunks
-from lmlive.cache.keys import Namespace
-from lmlive.cache.layout import KVLayout
 from lmlive.clock import Clock
 from lmlive.device import backend
-from lmlive.device.context import CacheContext
 from lmlive.errors import (
     InvalidLayout,
     LMLiveError,
@@ -38,77 +33,14 @@ from lmlive.errors import (
 )
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
-from lmlive.modules.checks import Ids, check_skip, check_writable, read_blocks, read_keys
-from lmlive.modules.entries import ContextEntry
+from lmlive.modules.checks import check_skip, check_writable, read_blocks, read_keys
 from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Lane, Work
+from lmlive.modules.pieces import Checks, Pieces, Transfer
 from lmlive.protocol.messages import Retrieve, RetrieveReply, Store, StoreReply
 from lmlive.protocol.verbs import Verb
 
 log = logging.getLogger("lmlive.server")
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A STORE or RETRIEVE whose arguments fit its worker's layout.
-
-    Args:
-        call: The request.
-        entry: The worker's memory.
-        context: The same, as the lane sees it.
-        layout: Its layout.
-        namespace: Where its chunks are.
-        keys: One for each whole chunk.
-        blocks: Block ids of these chunks, per group.
-        skip_tokens: Nothing below is read or written.
-        chunk_tokens: Tokens of one chunk.
-        pool: The arena's memory.
-    """
-
-    call: Call
-    entry: ContextEntry
-    context: CacheContext
-    layout: KVLayout
-    namespace: Namespace
-    keys: list[bytes]
-    blocks: list[Ids]
-    skip_tokens: int
-    chunk_tokens: int
-    pool: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """What the lane copies: nothing here changes after admit, and each piece is made as its turn comes.
-
-    Args:
-        transfer: The request; of it the layout, the blocks, the pool and the numbers.
-        indices: Which chunks of the request.
-        offsets: Where they lie in the pool.
-    """
-
-    transfer: _Transfer
-    indices: Chunks
-    offsets: Offsets
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of each."""
-        return self.transfer.layout.chunk_bytes(self.transfer.chunk_tokens)
-
-    def __iter__(self) -> Iterator[backend.Chunk]:
-        """Give the pieces in order; lane thread."""
-        transfer, nbytes = self.transfer, self.chunk_bytes
-        groups = [
-            (ids, transfer.chunk_tokens // group.block_tokens, transfer.skip_tokens // group.block_tokens)
-            for group, ids in zip(transfer.layout.groups, transfer.blocks, strict=True)
-        ]
-        for index, offset in zip(self.indices.tolist(), self.offsets.tolist(), strict=True):
-            yield backend.Chunk(
-                [ids[index * blocks : (index + 1) * blocks] for ids, blocks, _ in groups],
-                transfer.pool[offset : offset + nbytes],
-                [min(max(skip - index * blocks, 0), blocks) for _, blocks, skip in groups],
-            )
 
 
 def admit_store(books: Books, call: Call) -> Work | None:
@@ -132,8 +64,9 @@ def admit_store(books: Books, call: Call) -> Work | None:
         call.reply(StoreReply(tokens, 0, claim.refused.value if claim.refused else "present").to_payload())
         return None
     store.copy_started(claim.reservation)
-    pieces = _Pieces(transfer, claim.indices, store.offsets(claim.reservation.chunks))
-    settle = partial(_settle_store, books, transfer, _Plan(claim, claim.reservation))
+    checks = Checks() if books.config.checksum else None
+    pieces = Pieces(transfer, claim.indices, store.offsets(claim.reservation.chunks), checks)
+    settle = partial(_settle_store, books, transfer, _Plan(claim, claim.reservation, checks))
     return _work(books, transfer.context.gather_chunks, pieces, settle)
 
 
@@ -142,12 +75,13 @@ class _Plan(NamedTuple):
 
     claim: Claim
     reservation: Reservation
+    checks: Checks | None
 
 
 def _settle_store(
-    books: Books, transfer: _Transfer, plan: _Plan, copied: object | None, error: BaseException | None
+    books: Books, transfer: Transfer, plan: _Plan, copied: object | None, error: BaseException | None
 ) -> None:
-    claim, reservation = plan
+    claim, reservation, checks = plan
     store = books.store
     store.copy_ended(reservation)
     store.give_back(claim.held)
@@ -159,7 +93,7 @@ def _settle_store(
         _note_aborted(books, transfer, store.abort(reservation), refusal)
         transfer.call.fail(refusal)
         return
-    published = store.commit(reservation)
+    published = store.commit(reservation, None if checks is None else checks.found)
     prefix = store.held(transfer.namespace, transfer.keys)
     store.touch(prefix)
     tokens = prefix.size * transfer.chunk_tokens
@@ -177,7 +111,7 @@ def _reason(claim: Claim, published: Chunks, *, whole: bool) -> str:
     return (refused or Refused.NO_SPACE).value  # without a refusal, its own head pushed out some of its tail
 
 
-def _note_aborted(books: Books, transfer: _Transfer, chunks: int, refusal: BaseException) -> None:
+def _note_aborted(books: Books, transfer: Transfer, chunks: int, refusal: BaseException) -> None:
     """Write down what was given up, unless that was done already: at its worker's removal, or by a CLEAR."""
     if not chunks or isinstance(refusal, ServerBusy):  # that never began
         return
@@ -209,22 +143,24 @@ def admit_retrieve(books: Books, call: Call) -> Work | None:
         call.reply(RetrieveReply(0, short if short and asked else "miss").to_payload())
         return None
     indices = np.arange(transfer.skip_tokens // transfer.chunk_tokens, chunks.size)
-    pieces = _Pieces(transfer, indices, books.store.offsets(chunks[indices]))
+    checks = Checks(books.store.checksums(chunks[indices])) if books.config.checksum else None
+    pieces = Pieces(transfer, indices, books.store.offsets(chunks[indices]), checks)
     reason = "loaded" if chunks.size == len(transfer.keys) else short or "partial"
-    load = _Load(chunks, indices.size, RetrieveReply(tokens, reason))
+    load = _Load(chunks, indices, RetrieveReply(tokens, reason), checks)
     return _work(books, transfer.context.scatter_chunks, pieces, partial(_settle_retrieve, books, transfer, load))
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What a RETRIEVE does: the chunks it pinned, how many of them are copied, and what to say when they are."""
+    """What a RETRIEVE does: the chunks it pinned, which of them are copied, and what to say when they are."""
 
     chunks: Chunks
-    pieces: int
+    indices: Chunks
     reply: RetrieveReply
+    checks: Checks | None
 
 
-def _borrow(books: Books, transfer: _Transfer, lease: str | None) -> tuple[Chunks, bool]:
+def _borrow(books: Books, transfer: Transfer, lease: str | None) -> tuple[Chunks, bool]:
     """Pin the chunks that a RETRIEVE loads; tell whether its lease held the first of them."""
     store = books.store
     leased: Chunks | None = None
@@ -237,19 +173,38 @@ def _borrow(books: Books, transfer: _Transfer, lease: str | None) -> tuple[Chunk
 
 
 def _settle_retrieve(
-    books: Books, transfer: _Transfer, load: _Load, copied: object | None, error: BaseException | None
+    books: Books, transfer: Transfer, load: _Load, copied: object | None, error: BaseException | None
 ) -> None:
+    reply = load.reply if load.checks is None else _checked(books, transfer, load, load.checks)
     books.store.give_back(load.chunks)
     books.give_back(transfer.entry)
     if error is not None:
         transfer.call.fail(error)
-    elif copied == load.pieces:
-        transfer.call.reply(load.reply.to_payload())
+    elif copied == load.indices.size or reply is not load.reply:
+        transfer.call.reply(reply.to_payload())
     else:
         transfer.call.fail(_why_not(books, transfer) or _too_late())
 
 
-def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_tokens: int) -> _Transfer:
+def _checked(books: Books, transfer: Transfer, load: _Load, checks: Checks) -> RetrieveReply:
+    """Give the reply that holds after a look at the bytes; a chunk that is not what it was is a miss from now on."""
+    if not checks.failed:
+        return load.reply
+    lost = int(load.indices[len(checks.found)])
+    books.store.lose(int(load.chunks[lost]))
+    registration = transfer.entry.registration
+    facts: dict[str, object] = {
+        "model": registration.model,
+        "rank": registration.rank,
+        "key": transfer.keys[lost].hex(),
+    }
+    note(log, logging.ERROR, "chunk_corrupt", facts)
+    books.emit("chunk_corrupt", **facts)
+    tokens = lost * transfer.chunk_tokens
+    return RetrieveReply(tokens, "partial") if tokens > transfer.skip_tokens else RetrieveReply(0, "miss")
+
+
+def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_tokens: int) -> Transfer:
     """Refuse what does not fit the sender's layout."""
     entry = books.entries.find(call.header.instance_id)
     if entry is None or entry.generation != call.header.generation:
@@ -261,7 +216,7 @@ def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_
     split = read_keys(books.config, keys)
     check_skip(entry.layout, skip_tokens)
     ids = read_blocks(books.config, entry.layout, blocks, len(split))
-    return _Transfer(
+    return Transfer(
         call=call,
         entry=entry,
         context=entry.context,
@@ -278,7 +233,7 @@ def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_
 def _work(
     books: Books,
     copy: Callable[[Iterable[backend.Chunk], backend.MayContinue], int],
-    pieces: _Pieces,
+    pieces: Pieces,
     settle: partial[None],
 ) -> Work:
     """Borrow the entry for the copy, which its settle gives back."""
@@ -288,7 +243,7 @@ def _work(
     return Work(Lane.TRANSFER, run, settle, key=entry.instance_id, cost=pieces.indices.size * pieces.chunk_bytes)
 
 
-def _may_continue(clock: Clock, transfer: _Transfer) -> backend.MayContinue:
+def _may_continue(clock: Clock, transfer: Transfer) -> backend.MayContinue:
     """Give the question that the lane asks before each slice.
 
     The one thing of the loop's that a lane reads is whether the entry is live: a fact that turns false once and for
@@ -303,7 +258,7 @@ def _may_continue(clock: Clock, transfer: _Transfer) -> backend.MayContinue:
     return may_continue
 
 
-def _why_not(books: Books, transfer: _Transfer) -> LMLiveError | None:
+def _why_not(books: Books, transfer: Transfer) -> LMLiveError | None:
     """Tell why a copy must not count; None if it may."""
     if not transfer.entry.live:
         return _not_live(books, transfer.call)

@@ -155,7 +155,8 @@ def test_a_server_that_runs_and_takes_no_connection_is_named(run_dir: Path, caps
         silent.listen()
         assert main(["ping", "--url", f"ipc://{path}", "--timeout", "0.05"]) == 1
     lock.close()
-    expected = f"process {os.getpid()} holds this run dir and does not answer: its log says where it is bound, and what it does\n"
+    hint = "its log says where it is bound, and what it does"
+    expected = f"process {os.getpid()} holds this run dir and does not answer: {hint}\n"
     assert capsys.readouterr().err.endswith(expected)
 
 

@@ -14,7 +14,8 @@ from lmlive.cache.arena import Arena
 from lmlive.cache.keys import Namespace, chunk_keys
 from lmlive.cache.layout import KVLayout
 from lmlive.cache.leases import LeaseTable
-from lmlive.cache.store import PASS_CHUNKS, ChunkStore
+from lmlive.cache.room import PASS_CHUNKS
+from lmlive.cache.store import ChunkStore
 from lmlive.config import ServerConfig
 from lmlive.device.backend import FdSource, GroupPlace, PlanePlace
 from lmlive.device.context import CacheContext
