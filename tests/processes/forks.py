@@ -230,6 +230,7 @@ def outlived(url: str) -> None:
     worker, _ = blocking(url)
     worker.__enter__()
     worker.store(PROMPT, IDS)
+    assert worker.ping()  # else it may end before its first beat: never pinged, which is another window
     if os.fork() == 0:
         sys.stdin.read()
         os._exit(0)
