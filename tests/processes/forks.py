@@ -227,7 +227,9 @@ def pools(url: str) -> None:
 
 def outlived(url: str) -> None:
     """A child holds what it inherited when its parent ends; it ends with our input."""
-    worker, _ = blocking(url)
+    global kept  # noqa: PLW0603 - one that is dropped would be closed, and say goodbye
+    kept = blocking(url)
+    worker = kept[0]
     worker.__enter__()
     worker.store(PROMPT, IDS)
     assert worker.ping()  # else it may end before its first beat: never pinged, which is another window
