@@ -32,9 +32,9 @@ zmq.Frame(b"x", copy=False)  # pyzmq's thread that follows large messages is one
 
 # /proc answers from memory: doubles read it, and a server counts its descriptors there.
 _blockbuster = BlockBuster("lmlive", excluded_modules=["lmlive.testing"])
-_blockbuster.functions["os.stat"].can_block_in("lmlive/server/turnstile.py", "in_use")
-_blockbuster.functions["os.scandir"].can_block_in("lmlive/server/turnstile.py", "in_use")
-_blockbuster.functions["os.listdir"].can_block_in("lmlive/server/turnstile.py", "in_use")
+_blockbuster.functions["os.stat"].can_block_in("lmlive/device/limits.py", "descriptors_in_use")
+_blockbuster.functions["os.scandir"].can_block_in("lmlive/device/limits.py", "descriptors_in_use")
+_blockbuster.functions["os.listdir"].can_block_in("lmlive/device/limits.py", "descriptors_in_use")
 
 
 @overload

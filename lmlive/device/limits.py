@@ -2,12 +2,13 @@
 
 Each of them runs out for the whole process: without descriptors no worker connects, without mappings or addresses no
 thread starts. So workers get a share, and whoever comes when it is taken is told to come again. All devices of a
-process draw on the same shares. It opens and maps nothing. Any thread.
+process draw on the same shares. It maps nothing. Any thread.
 """
 
 import mmap
 import resource
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 from lmlive.device import syscalls
@@ -15,8 +16,14 @@ from lmlive.errors import ServerBusy
 
 RETRY_AFTER = 1.0
 
+_OPEN = Path("/proc/self/fd")
 _UNLIMITED_DESCRIPTORS = 1 << 20
 _MAX_MAP_COUNT = 65530  # the kernel's default; some systems allow more, which only leaves more to the rest
+
+
+def descriptors_in_use() -> int:
+    """Count the descriptors that are open; that costs none. 3 us from Linux 6.2 on, a millisecond for 3,000 before."""
+    return _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
 
 
 class Share:

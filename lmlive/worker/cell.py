@@ -61,14 +61,19 @@ class Health:
         """Note that the server exited, or that entry found none."""
         self.healthy = False
 
-    def unanswered(self, sent_after: int) -> None:
+    def unanswered(self, sent_after: int) -> bool:
         """Note that a PING failed; it counts for nothing where a REGISTER is on its way, or came to its end meanwhile.
 
         Args:
             sent_after: ``joins_done`` when the PING was sent.
+
+        Returns:
+            Whether it was healthy until now.
         """
+        was_healthy = self.healthy
         if sent_after == self.joins_done and not self.joining and not self.stopped:
             self.healthy = False
+        return was_healthy and not self.healthy
 
     def joins(self) -> None:
         """Note that a REGISTER goes out."""

@@ -91,6 +91,7 @@ class Heartbeat:
         self._beating: asyncio.Task[None] | None = None
         self._beats: set[asyncio.Task[None]] = set()
         self._kicked = asyncio.Event()
+        self._recovering = False
         self._warned_epoch = 0
 
     @property
@@ -240,14 +241,11 @@ class Heartbeat:
 
     async def _ping(self, patience: float = 0.0) -> float:
         config = self._config
-        was_healthy = self._health.healthy
         try:
             seconds, then = await self._membership.ping(
                 timeout=max(config.heartbeat_timeout, patience), connect_within=max(config.connect_timeout, patience)
             )
         except LMLiveError as error:
-            if was_healthy and not self._health.healthy:
-                log.warning("unhealthy instance_id=%d reason=%s", self._instance_id, in_words(error))
             if isinstance(error, VersionError) and not self._health.healthy:
                 self._thread.post(self._recover)  # another server answers now: its HELLO may find a common version
             raise
@@ -257,10 +255,15 @@ class Heartbeat:
         return seconds
 
     async def _recover(self) -> None:
-        if self._health.stopped:
+        """Register, on the word of a PING; what other PINGs say meanwhile is the same thing once more."""
+        if self._health.stopped or self._recovering:
             return
         was_healthy, before = self._health.healthy, self._health.cell
-        error = await asyncio.shield(self._membership.join())
+        self._recovering = True
+        try:
+            error = await asyncio.shield(self._membership.join())
+        finally:
+            self._recovering = False
         if error is None:
             self._joined()
             if not was_healthy or before != self._health.cell:
@@ -308,7 +311,7 @@ class Heartbeat:
         tether.watch(on_lost=lambda: self._on_lost(epoch), on_exit=lambda: self._on_exit(epoch))
 
     def _on_exit(self, epoch: int) -> None:
-        log.warning("server exited instance_id=%d epoch=%x", self._instance_id, epoch)
+        log.warning("server exited instance_id=%d epoch=%016x", self._instance_id, epoch)
         self.counters["server_exits"] += 1
         if self._health.cell.epoch in (epoch, 0):
             self._health.lost()
@@ -318,7 +321,7 @@ class Heartbeat:
         if self._health.stopped:
             return
         self.counters["lost_tethers"] += 1
-        log.info("tether ended instance_id=%d epoch=%x", self._instance_id, epoch)
+        log.info("tether ended instance_id=%d epoch=%016x", self._instance_id, epoch)
         self._thread.post(self._begin)
         self._kicked.set()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from lmlive.errors import LMLiveError, WorkerClosed
+from lmlive.worker.descriptors import check_descriptors
 from lmlive.worker.order import Order
 from lmlive.worker.owner import Owner
 from lmlive.worker.private import CLOCK, Call, PrivateLoop, runs_a_loop
@@ -141,7 +142,7 @@ class Host:
         self._inner = inner
         self._patience = patience
         self._loop = PrivateLoop(f"lmlive-{what}")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or finalizer may call in the middle of another call
         self._entering: asyncio.Task[Any] | None = None
         self._entered = False
         self._open = False
@@ -155,6 +156,7 @@ class Host:
             if self._entered:
                 raise WorkerClosed(f"a {self._what} is entered once: make a new one")
             self._entered = True
+        check_descriptors()
         self._loop.start()
         entered: Call[None] = Call(float("inf"), _nothing)
         self._loop.post(lambda: self._enter(entered))
@@ -219,9 +221,9 @@ class Host:
             return self._closed
 
     def close(self) -> None:
-        """End it, and wait for that; idempotent. In a forked child nothing is done."""
+        """End it, and wait for that, but not on its own thread; idempotent. In a forked child nothing is done."""
         closed = self.begin_close()
-        if closed is not None:
+        if closed is not None and not self._loop.is_here:
             closed.result()
             self._loop.join(0.0 if self._inner.in_doubt else _JOIN)
 

@@ -142,8 +142,10 @@ class Membership:
         )
         if reply.error is not None or reply.header is None:
             self._counters["failed_pings"] += 1
-            health.unanswered(sent_after)
-            raise reply.error or WorkerClosed("closed while the PING was on its way")
+            error = reply.error or WorkerClosed("closed while the PING was on its way")
+            if health.unanswered(sent_after):
+                log.warning("unhealthy instance_id=%d reason=%s", instance_id, in_words(error))
+            raise error
         told = Cell(reply.header.epoch, reply.header.generation)
         return self._clock.now() - sent_at, health.answered(sent_after, told)
 
@@ -237,7 +239,7 @@ class Membership:
         self.view = view
         self._health.joined(view.cell)
         log.info(
-            "registered instance_id=%d generation=%d epoch=%x kv=%s",
+            "registered instance_id=%d generation=%d epoch=%016x kv=%s",
             self._enrollment.instance_id,
             view.cell.generation,
             view.cell.epoch,

@@ -37,6 +37,11 @@ class PrivateLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return self._thread is threading.current_thread()
+
     def start(self) -> None:
         """Start the thread."""
         self._loop = asyncio.SelectorEventLoop()
@@ -59,7 +64,7 @@ class PrivateLoop:
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the thread; False if it did not come so soon."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is not None and not self.is_here:
             self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 

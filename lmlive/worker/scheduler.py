@@ -27,6 +27,7 @@ from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import count_tokens
 from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import DroppableContext
+from lmlive.worker.descriptors import check_descriptors
 from lmlive.worker.dropped import when_dropped
 from lmlive.worker.gate import BreakerGate
 from lmlive.worker.hello import ServerFacts
@@ -161,6 +162,7 @@ class Scheduler:
         if self._entered:
             raise WorkerClosed("a scheduler is entered once: make a new one")
         self._entered = True
+        check_descriptors()
         read = functools.partial(self._config.read_keys, self._url)
         keys = await self._crew.run(read) if self._config.wants_keys(self._url) else None
         self._context = DroppableContext()

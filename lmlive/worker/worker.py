@@ -21,6 +21,7 @@ from lmlive.errors import LMLiveError, WorkerClosed
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.blocks import Shape, check_blocks, check_deadline, count_tokens
 from lmlive.worker.crew import Crew
+from lmlive.worker.descriptors import check_descriptors
 from lmlive.worker.dropped import when_dropped
 from lmlive.worker.enrollment import Enrollment, check_layout
 from lmlive.worker.identity import check_caches, check_identity, check_lease, check_url
@@ -46,10 +47,11 @@ class Worker:
     **Lifecycle**: ``async with``, once. Entering registers, for up to ``request_timeout``; without a server it enters
     all the same, unhealthy, and registers when the server appears. ``InvalidLayout``, ``VersionError``, ``NotOwner``,
     a refused uid and refused keys (``ServerUnavailable`` with a ``reason``) raise; so does ``ConfigError`` where a key
-    cannot be read, or the config says ``mode="server_driven"`` and the server cannot map this worker's memory (with
-    "auto" that is liveness only, and one warning). ``close`` waits for calls on their way, stops the heartbeat,
-    unregisters, closes. Memory that the server may still write into is named by ``unsettled_blocks``, also after
-    ``close``; where the server says that its release is pending, it is kept alive until this process ends.
+    cannot be read, too few descriptors are left, or the config says ``mode="server_driven"`` and the server cannot map
+    this worker's memory (with "auto" that is liveness only, and one warning). ``close`` waits for calls on their way,
+    stops the heartbeat, unregisters, closes. Memory that the server may still write into is named by
+    ``unsettled_blocks``, also after ``close``; where the server says that its release is pending, it is kept alive
+    until this process ends.
 
     **Concurrency**: the event loop that entered it owns it. ``instance_id``, ``generation``, ``healthy``,
     ``unsettled_blocks`` and ``stats`` may be read from any thread. A forked child gets ``ForkedProcess``.
@@ -272,6 +274,7 @@ class Worker:
         await outlast(self._closing)
 
     async def _enter(self) -> LMLiveError | None:
+        check_descriptors(memory=sum(map(len, self._kv_caches)))
         read = functools.partial(self._config.read_keys, self._url)
         keys = await self._crew.run(read) if self._config.wants_keys(self._url) else None
         memory = WorkerMemory()

@@ -1,9 +1,11 @@
+import os
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 
-from lmlive.device import syscalls
+from lmlive.device import limits, syscalls
 from lmlive.device.host import HostBackend
 from lmlive.device.limits import Share, process_limits
 from lmlive.errors import ServerBusy
@@ -65,3 +67,25 @@ def test_all_backends_of_a_process_draw_on_the_same_shares() -> None:
     for backend, mapping in zip((two, one), mappings, strict=True):
         backend.close_mapping(mapping)
     assert process_limits().descriptors.in_use == before
+
+
+def test_descriptors_are_counted_whatever_their_numbers_are() -> None:
+    before = limits.descriptors_in_use()
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(200)]
+    for fd in fds[::2]:
+        os.close(fd)
+    assert limits.descriptors_in_use() == before + 100
+    for fd in fds[1::2]:
+        os.close(fd)
+    assert limits.descriptors_in_use() == before
+
+
+def test_a_kernel_that_does_not_count_them_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Older(type(tmp_path)):  # type: ignore[misc]
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            return os.stat_result((0,) * 10)
+
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    monkeypatch.setattr(limits, "_OPEN", Older(tmp_path))
+    assert limits.descriptors_in_use() == 3

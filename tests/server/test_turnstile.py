@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import resource
 import socket
 import threading
@@ -99,7 +98,7 @@ async def test_without_descriptors_the_door_stays_shut_and_opens_when_some_are_b
     async with answering(run_dir=run_dir) as desk, dealers(desk.router.urls[0], reconnect_ivl=10) as (early,):
         assert await ask(early, b"1") == [b"1"]
         with monkeypatch.context() as patch:
-            patch.setattr(turnstile, "in_use", lambda: 1 << 31)
+            patch.setattr(turnstile, "descriptors_in_use", lambda: 1 << 31)
             async with dealers(desk.router.urls[0]) as (late,):
                 await late.send(b"2")
                 await eventually(lambda: desk.router.closings == 1)
@@ -131,7 +130,7 @@ async def test_closed_while_a_crowd_waits_it_closes() -> None:
 def limit_of(monkeypatch: pytest.MonkeyPatch, allowed: int, in_use: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
-        patch.setattr(turnstile, "in_use", lambda: in_use)
+        patch.setattr(turnstile, "descriptors_in_use", lambda: in_use)
         yield
 
 
@@ -165,25 +164,3 @@ def test_the_reserve_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OSError, match="descriptors") as caught:
             turnstile.need_descriptors(97)
     assert caught.value.errno == 24
-
-
-def test_descriptors_are_counted_whatever_their_numbers_are() -> None:
-    before = turnstile.in_use()
-    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(200)]
-    for fd in fds[::2]:
-        os.close(fd)
-    assert turnstile.in_use() == before + 100
-    for fd in fds[1::2]:
-        os.close(fd)
-    assert turnstile.in_use() == before
-
-
-def test_a_kernel_that_does_not_count_them_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Older(type(tmp_path)):  # type: ignore[misc]
-        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-            return os.stat_result((0,) * 10)
-
-    for number in range(3):
-        (tmp_path / str(number)).touch()
-    monkeypatch.setattr(turnstile, "_OPEN", Older(tmp_path))
-    assert turnstile.in_use() == 3

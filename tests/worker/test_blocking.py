@@ -252,6 +252,52 @@ def test_it_is_entered_once_and_closed_for_good(server: FakeServer) -> None:
             call()
 
 
+def test_a_call_may_come_in_the_middle_of_another_of_the_same_thread(server: FakeServer) -> None:
+    """As from a signal handler, or from a finalizer that the collector runs where it pleases."""
+    worker = make(server.url)
+    with worker:
+        loop, stored = worker._host._loop, []
+        post = loop.post
+
+        def interrupted(function: Any) -> bool:
+            loop.post = post  # type: ignore[method-assign]
+            stored.append(worker.store(TOKENS, IDS).reason)
+            worker.close()
+            return post(function)
+
+        loop.post = interrupted  # type: ignore[method-assign]
+        outcome = []
+
+        def submits() -> None:
+            try:
+                worker.submit_store(TOKENS, IDS)
+            except WorkerClosed as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=submits, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert stored == ["stored"]
+        assert len(outcome) == 1
+
+
+def test_closing_it_on_its_own_thread_waits_for_nothing(server: FakeServer) -> None:
+    """A finalizer of the user's may run there."""
+    worker = make(server.url)
+    closed = threading.Event()
+
+    async def close() -> None:
+        worker.close()
+        closed.set()
+
+    with worker:
+        assert worker._host._loop.post(close)
+        assert closed.wait(1.0)  # waiting for itself would take until the farewell is over
+        until(lambda: worker._host._loop.join(0.0))
+    assert len(server.seen(Verb.UNREGISTER)) == 1
+
+
 def test_closing_waits_for_what_was_begun(server: FakeServer) -> None:
     worker = make(server.url, config=fast(request_timeout=10.0, heartbeat_timeout=5.0)).__enter__()
     with server.hold(Verb.STORE):

@@ -176,6 +176,25 @@ async def test_one_failed_ping_makes_it_unhealthy_and_a_register_makes_it_health
         assert worker.stats()["recoveries"] == 1
 
 
+async def test_one_absence_is_told_and_counted_once_however_many_pings_it_cost(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lmlive.worker")
+    async with make(server.url, config=fast(heartbeat_interval=0.01, heartbeat_timeout=0.5)) as worker:
+        await worker.ping()
+        with server.hold(Verb.PING):
+            before = pings(server, worker)
+            await eventually(lambda: pings(server, worker) >= before + 6)
+            server.generation = 0  # what all of them will be told
+        await eventually(lambda: worker.generation == 2)
+        with server.ignore(Verb.PING):
+            await eventually(lambda: worker.stats().get("failed_pings", 0) >= 3)
+        await eventually(lambda: worker.healthy)
+    assert worker.stats()["recoveries"] == 2
+    assert caplog.text.count("unhealthy instance_id") == 1
+    assert caplog.text.count("recovered instance_id") == 2
+
+
 async def test_the_servers_exit_makes_it_unhealthy_before_any_ping_fails(server: FakeServer) -> None:
     async with make(server.url, config=fast(heartbeat_interval=60.0)) as worker:
         assert worker._parts is not None
