@@ -4,6 +4,7 @@ It takes one JSON command per line on stdin and answers each with one JSON line 
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -77,19 +78,25 @@ class Engine:
         return {"healthy": self.worker.healthy, "generation": self.worker.generation}
 
     async def store_and_die(self, status_url: str, cache_bytes: int) -> dict[str, Any]:
-        """Register a second cache, store all of it, and SIGKILL ourselves when the server shows the STORE in flight."""
-        heads, width = 8, 128
-        blocks = cache_bytes // (2 * BLOCK_TOKENS * heads * width * 4)
-        cache = lmlive.shared_empty((2, blocks, BLOCK_TOKENS, heads, width), "float32")
-        cache.fill(1.0)
-        inode = memory_inode(cache.ctypes.data)
-        worker = lmlive.Worker(self.url, kv_caches={"big": cache}, block_tokens=BLOCK_TOKENS, model="big", block_axis=1)
+        """Register a second cache, store all of it, and SIGKILL ourselves when the server shows the STORE in flight.
+
+        Its many small tensors take the server longer to gather than this process takes to end.
+        """
+        layers, width = 64, 16
+        blocks = cache_bytes // (layers * 2 * BLOCK_TOKENS * width * 4)
+        caches = {f"layer{n}": lmlive.shared_empty((2, blocks, BLOCK_TOKENS, width), "float32") for n in range(layers)}
+        for cache in caches.values():
+            cache.fill(1.0)
+        inode = memory_inode(caches["layer0"].ctypes.data)
+        worker = lmlive.Worker(self.url, kv_caches=caches, block_tokens=BLOCK_TOKENS, model="big", block_axis=1)
         async with worker:
-            say({"pid": os.getpid(), "instance_id": str(worker.instance_id), "inode": inode, "bytes": cache.nbytes})
-            watcher = threading.Thread(target=die_in_flight, args=(status_url, str(worker.instance_id)), daemon=True)
-            watcher.start()
-            stored = await worker.store(list(range(blocks * BLOCK_TOKENS)), list(range(blocks)))
-        return {"survived": True, "reason": stored.reason}
+            name = str(worker.instance_id)
+            say({"pid": os.getpid(), "instance_id": name, "inode": inode, "bytes": cache_bytes})
+            threading.Thread(target=die_in_flight, args=(status_url, name), daemon=True).start()
+            tokens, ids = list(range(blocks * BLOCK_TOKENS)), list(range(blocks))
+            for turn in itertools.count():  # each time chunks that nobody has stored: else there is nothing to copy
+                await worker.store(tokens, ids, salt=f"{name}/{turn}")
+        raise RuntimeError("nothing ends the loop but the end of this process")
 
 
 def die_in_flight(status_url: str, instance_id: str) -> None:
