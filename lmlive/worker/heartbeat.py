@@ -18,7 +18,7 @@ from typing import Final
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
-from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError, VersionError
+from lmlive.errors import ConfigError, InvalidLayout, LMLiveError, NotOwner, ProtocolError, ServerStarting, VersionError
 from lmlive.protocol.handshake import is_refusal
 from lmlive.worker.cell import NOWHERE, Cell, Health, Next
 from lmlive.worker.dealer import DroppableContext
@@ -134,7 +134,8 @@ class Heartbeat:
     async def ping(self) -> float:
         """Send a PING now, which also starts the beat; give the seconds it took, or raise."""
         self.begin()
-        return await self._thread.call(self._ping)
+        seconds, _ = await self._thread.call(self._ping)
+        return seconds
 
     async def rejoin(self, seen: Cell) -> LMLiveError | None:
         """Register again, unless that happened since ``seen``; give the error or None."""
@@ -233,13 +234,13 @@ class Heartbeat:
         # A server that is away is waited for from beat to beat, so that it is met as soon as it is back.
         patience = 0.0 if self._health.healthy else max(config.heartbeat_timeout, config.heartbeat_interval)
         try:
-            await self._ping(patience)
+            _, then = await self._ping(patience)
         except LMLiveError:
             return  # counted, and known to whom it concerns
-        if not self._health.stopped and await self._membership.tie():
+        if then is Next.NOTHING and not self._health.stopped and await self._membership.tie():
             await self._recover()
 
-    async def _ping(self, patience: float = 0.0) -> float:
+    async def _ping(self, patience: float = 0.0) -> tuple[float, Next]:
         config = self._config
         try:
             seconds, then = await self._membership.ping(
@@ -252,7 +253,7 @@ class Heartbeat:
         self._thread.tell(self._listener.on_pong, seconds)
         if then is Next.RECOVER:
             self._thread.post(self._recover)
-        return seconds
+        return seconds, then
 
     async def _recover(self) -> None:
         """Register, on the word of a PING; what other PINGs say meanwhile is the same thing once more."""
@@ -270,8 +271,10 @@ class Heartbeat:
                 self.counters["recoveries"] += 1
                 log.info("recovered instance_id=%d", self._instance_id)
         else:
+            fatal = isinstance(error, FATAL) or is_refusal(error)
+            usual = isinstance(error, ServerStarting)  # the way of every restart
             log.log(
-                logging.ERROR if isinstance(error, FATAL) or is_refusal(error) else logging.WARNING,
+                logging.ERROR if fatal else logging.INFO if usual else logging.WARNING,
                 "not recovered instance_id=%d reason=%s",
                 self._instance_id,
                 in_words(error),

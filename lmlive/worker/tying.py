@@ -2,7 +2,8 @@
 
 A server that has no room for more tethers, does not answer on it, or is not the one we speak to, leaves us without a
 tether for now: that is a weaker registration, never none, and the next beat tries again. A refusal of this user is an
-error. A tether that took an offer says whose process this is; it is kept where the server has no room for the next one.
+error. A tether that took an offer says whose process this is; it is kept where the server has no room for the next one,
+and made without memory where it has no room for that.
 
 It belongs to one loop: the heartbeat thread's for a worker, the caller's for a scheduler.
 """
@@ -117,28 +118,47 @@ class Tying:
                 return False
             tether = self.tether
             try:
-                await tether.offer(
-                    secret=self._secret,
-                    instance_id=self._instance_id,
-                    role=self._role,
-                    fds=fds,
-                    deadline=by,
-                    patience=PATIENCE,
-                )
+                await self._send(tether, fds, by)
                 self._misses, self._warned, self._owed, self.refused = 0, False, False, ""
                 return True
             except _WEAKER as error:
-                if isinstance(error, ServerBusy) and tether.taken:
+                busy = isinstance(error, ServerBusy)
+                if busy and tether.taken:
                     self._owed = True  # the server keeps it too, and what it took before
                 else:
                     self.drop()
+                if busy and fds and not tether.taken:
+                    self._owed = await self._say_who(facts, by)
                 if last or not isinstance(error, ServerUnavailable):
                     self._miss(error)
                     return False
-            except BaseException:
-                self.drop()  # half an offer may have an answer on its way, which must not be taken for another's
-                raise
         return False
+
+    async def _say_who(self, facts: ServerFacts, by: float) -> bool:
+        """Have a tether without memory, for which there was no room; False where there is none for now either."""
+        try:
+            if await self.tie(facts, by) and self.tether is not None:
+                await self._send(self.tether, [], by)
+                return True
+        except _WEAKER:
+            self.drop()
+        return False
+
+    async def _send(self, tether: Tether, fds: Sequence[int], by: float) -> None:
+        try:
+            await tether.offer(
+                secret=self._secret,
+                instance_id=self._instance_id,
+                role=self._role,
+                fds=fds,
+                deadline=by,
+                patience=PATIENCE,
+            )
+        except _WEAKER:
+            raise
+        except BaseException:
+            self.drop()  # half an offer may have an answer on its way, which must not be taken for another's
+            raise
 
     def _miss(self, error: LMLiveError) -> None:
         """Say what is lacking, and why: once as a warning where it matters, once where it goes on, else hardly."""

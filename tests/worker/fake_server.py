@@ -68,6 +68,8 @@ class FakeServer:
         """What offers are answered with, if not with a receipt."""
         self.keeps_refused = False
         """Whether a tether stays open whose offer was refused."""
+        self.refuses_memory_only = False
+        """Whether an offer without descriptors gets a receipt all the same."""
         self.greeting: LMLiveError | None = None
         """What tethers are greeted with, if not with the epoch; they are closed then."""
         self.paused = False
@@ -233,7 +235,7 @@ class FakeServer:
             os.close(fd)
         if not packet:
             return False
-        if self.refusal is not None:
+        if self.refusal is not None and (fds or not self.refuses_memory_only):
             with suppress(ConnectionError):
                 peer.send(encode_refusal(self.refusal))
             return self.keeps_refused

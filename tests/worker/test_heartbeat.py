@@ -276,6 +276,21 @@ async def test_a_failed_recovery_stays_unhealthy_and_is_tried_at_the_next_beat(s
         assert worker.generation == 2
 
 
+async def test_a_server_that_was_restarted_is_met_again_without_a_warning(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make(server.url) as worker:
+        await worker.ping()
+        server.answers[Verb.REGISTER] = lambda _: ServerStarting("not yet", retry_after=0.01)
+        server.replace()
+        server.cut_tethers()
+        await eventually(lambda: registers(server) >= 4)
+        del server.answers[Verb.REGISTER]
+        await eventually(lambda: worker.healthy)
+        await worker.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 async def test_ping_says_why_there_is_no_answer(server: FakeServer) -> None:
     async with make(server.url, config=fast(heartbeat_timeout=0.1)) as worker:
         with server.ignore(Verb.PING), pytest.raises(RequestTimeout):

@@ -1,6 +1,7 @@
 """Several who want a tether at a time get one, and none is left behind."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,25 @@ async def test_one_that_took_nothing_yet_is_not_kept(run_dir: Path) -> None:
         tying = Tying(server.url, clock, secret=bytes(16), instance_id=3, role=Role.WORKER, on_tether=lambda _: None)
         assert not await tying.offer(facts, [], clock.now() + 5.0)
         assert tying.tether is None
+
+
+async def test_where_there_is_no_room_for_its_memory_it_says_who_it_is_and_offers_that_again(run_dir: Path) -> None:
+    clock = MonotonicClock()
+    facts = ServerFacts(7, 64, 0.0, LIMITS, None, 0, 0)
+    memory = os.memfd_create("memory")
+    with FakeServer(run_dir) as server:
+        server.refusal, server.refuses_memory_only = ServerBusy("come again", retry_after=1.0), True
+        tying = Tying(server.url, clock, secret=bytes(16), instance_id=3, role=Role.WORKER, on_tether=lambda _: None)
+        by = clock.now() + 5.0
+        for _ in range(2):
+            assert not await tying.offer(facts, [memory], by)
+            assert tying.stands(7)
+            assert tying.lacks(7)
+            assert "come again" in tying.refused
+        assert [count for _, count in server.offers] == [0]
+        server.refusal = None
+        assert await tying.offer(facts, [memory], by)
+        assert not tying.lacks(7)
+        assert [count for _, count in server.offers] == [0, 1]
+        tying.drop()
+    os.close(memory)

@@ -1,6 +1,7 @@
 """Workers and a scheduler against a real server in this process."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,22 @@ async def test_over_tcp_on_this_host_the_tether_is_where_hello_says(run_dir: Pat
         stored = await worker.store(PROMPT, IDS)
         told = mine(server, worker)[0]
         assert (stored.reason, told["evidence"]) == ("stored", "process")
+
+
+async def test_a_server_without_room_for_memory_sees_the_process_and_takes_the_memory_later(
+    server: LivenessServer,
+) -> None:
+    parts = server._parts
+    assert parts is not None
+    peers = parts.tethers.peers
+    most, peers._most_fds = peers._most_fds, 0
+    async with make(server.url) as worker:
+        told = mine(server, worker)[0]
+        assert (told["evidence"], told["mode"], told["pid"]) == ("process", "none", os.getpid())
+        assert (await worker.store(PROMPT, IDS)).reason == "error"
+        peers._most_fds = most
+        await eventually(lambda: mine(server, worker)[0]["mode"] == "server_driven")
+        assert (await worker.store(PROMPT, IDS)).reason == "stored"
 
 
 # libuv makes a pipe for signals with the first loop of a process, and keeps it.
