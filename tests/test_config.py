@@ -48,6 +48,12 @@ OTHERS: dict[str, tuple[object, str, object]] = {
     "curve_authorized_keys": ("/a/keys", "/a/keys", Path("/a/keys")),
     "insecure_bind": (True, "1", True),
     "checksum": (True, "1", True),
+    "tier": (
+        ["file:///a/kv?size=1GiB", "valkey://h/1"],
+        "file:///a/kv?size=1GiB, valkey://h/1",
+        ("file:///a/kv?size=1GiB", "valkey://h/1"),
+    ),
+    "tier_wait_seconds": (0, "0", 0.0),
 }
 
 KEYED: dict[str, Any] = {"curve_secret_key": "/a/server.key_secret"}
@@ -143,6 +149,24 @@ REFUSED: list[tuple[str, object]] = [
     ("insecure_bind", 1),
     ("insecure_bind", "yes"),
     ("checksum", "yes"),
+    ("tier", "/a/kv"),
+    ("tier", "file://a/kv"),
+    ("tier", "file:///"),
+    ("tier", "file:///a?size=0"),
+    ("tier", "file:///a?ttl=5"),
+    ("tier", "s3://bucket"),
+    ("tier", "valkey://"),
+    ("tier", "valkey://h:port"),
+    ("tier", "valkey://h/x"),
+    ("tier", "valkey://h?ttl=0"),
+    ("tier", "valkey://h?timeout=nan"),
+    ("tier", "valkey://h/1?cluster=true"),
+    ("tier", "valkey://h?password=x"),
+    ("tier", ["file:///a", "file:///a"]),
+    ("tier", [f"file:///{name}" for name in "abcde"]),
+    ("tier", 5),
+    ("tier_wait_seconds", -1),
+    ("tier_wait_seconds", math.nan),
 ]
 
 

@@ -91,6 +91,48 @@ def test_http_needs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extras(ServerConfig(environ={}))
 
 
+def test_a_tier_in_valkey_needs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_extras(ServerConfig.from_env({"LMLIVE_TIER": "file:///a/kv,valkey://me:sesame@h"}))
+    assert str(caught.value) == (
+        "LMLIVE_TIER: tier is ('file:///a/kv', 'valkey://me:...@h') but must be file:// without valkey: "
+        "install it with pip install 'lmlive[valkey]'"
+    )
+    check_extras(ServerConfig(environ={}, tier="file:///a/kv"))
+
+
+PLACES = ["valkey://me:sesame@h", "redis://:sesame@h:1/2?ttl=5", "valkeys://me:sesame@h@x"]
+WRONG = ["valkey://me:sesame@h:x", "valkey:sesame@h", "valky://me:sesame@h", "valkey://me:sesame@", ":sesame@h"]
+WRONG += ["valkey://h?password=sesame&ttl=5", "valkey://h?Password=sesame"]
+
+
+@pytest.mark.parametrize("url", [*PLACES, *WRONG])
+def test_a_tiers_password_is_never_shown(url: str) -> None:
+    told: list[str] = []
+    try:
+        told.append(repr(ServerConfig(environ={}, tier=[url])))
+    except ConfigError as error:
+        told += [str(error), repr(error.value)]
+    for argv in (["--tier", url], ["--tier", "file:///a", url], [f"--tierr={url}"], ["--tier", url, "--tier", "x"]):
+        try:
+            config = ServerConfig.from_args(argv, {})
+        except ConfigError as error:
+            told += [str(error), repr(error.value)]
+        else:
+            told += [repr(config), str(config.refusal("tier", "another one")), repr(config.refusal("tier", "x").fields)]
+    assert "sesame" not in "".join(told)
+    assert url in PLACES or "..." in told[0]
+
+
+def test_what_is_no_url_at_all_is_shown_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="tier is 5 but") as caught:
+        ServerConfig(environ={}, tier=5)  # type: ignore[arg-type]
+    assert caught.value.value == 5
+    with pytest.raises(ConfigError, match=r"tier is \[5\] but"):
+        ServerConfig(environ={}, tier=[5])  # type: ignore[list-item]
+
+
 def test_a_value_of_an_embedding_program_comes_from_nowhere() -> None:
     assert (
         str(ServerConfig(environ={}, http="127.0.0.1:0").refusal("http", "off"))

@@ -42,6 +42,7 @@ from lmlive.config.settings import (
     texts,
     uids,
 )
+from lmlive.config.tiers import MOST_TIERS, TIER_RULE, tier_url, without_password
 from lmlive.errors import ConfigError
 
 SHORTEST_REAP_TIMEOUT = 30.0
@@ -124,9 +125,16 @@ class ServerConfig:
     checksum: Setting[bool, bool] = Setting(
         False, switch(variable=True), "check each chunk's bytes before a RETRIEVE is answered: a flipped bit is a miss"
     )
+    tier: Setting[str | Iterable[str], tuple[str, ...]] = Setting(
+        (),
+        texts(TIER_RULE, tier_url, "URL", most=MOST_TIERS, show_each=without_password),
+        "where chunks are kept behind the pool, in a directory or in Valkey",
+    )
+    tier_wait_seconds: Setting[float, float] = Setting(
+        0.1, seconds(), "how long a LOOKUP waits for chunks that a tier has and the pool has not"
+    )
     # Names of later builds: each is refused with a clear word instead of being unknown.
     pool_file: Setting[str | Path, str] = Setting("", later(), "")
-    tier: Setting[str | Sequence[str], tuple[str, ...]] = Setting((), later(many=True), "")
     quota: Setting[str | Sequence[str], tuple[str, ...]] = Setting((), later(many=True), "")
 
     environ: InitVar[Mapping[str, str] | None] = None
@@ -186,7 +194,7 @@ class ServerConfig:
     def __repr__(self) -> str:
         """Show what differs from the defaults."""
         changed = [
-            f"{name}={getattr(self, name)!r}"
+            f"{name}={setting.kind.show(getattr(self, name))!r}"
             for name, setting in settings_of(type(self)).items()
             if getattr(self, name) != setting.checked(setting.default)
         ]

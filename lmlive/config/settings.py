@@ -50,6 +50,7 @@ class Kind:
         many: The flag may be repeated; in a variable the values are separated by commas.
         switch: The flag takes no value.
         in_build: False for a setting whose name is kept for a later build.
+        show: Gives a value as it may be shown.
     """
 
     rule: str
@@ -60,6 +61,7 @@ class Kind:
     switch: bool = False
     shown: str = ""
     in_build: bool = True
+    show: Callable[[object], object] = lambda value: value
 
 
 class Setting(Generic[Given, Kept]):
@@ -120,7 +122,7 @@ def settings_of(config: type) -> dict[str, Setting[Any, Any]]:
 
 def refusal(setting: Setting[Any, Any], value: object, rule: str) -> ConfigError:
     """Make the error of a value that breaks a rule."""
-    value = str(value) if isinstance(value, Path) else value
+    value = str(value) if isinstance(value, Path) else setting.kind.show(value)
     shown = repr(value)
     if len(shown) > _SHOWN:
         shown = shown[:_SHOWN] + "..."
@@ -211,17 +213,41 @@ def switch(*, variable: bool = False) -> Kind:
     return Kind(rule, check, parse=parse_switch, switch=True)
 
 
-def texts(rule: str, check_each: Callable[[str], str], shown: str) -> Kind:
-    """Make the kind of a list of texts; one text alone is a list of one."""
+def texts(
+    rule: str,
+    check_each: Callable[[str], str],
+    shown: str,
+    *,
+    most: int | None = None,
+    show_each: Callable[[str], str] | None = None,
+) -> Kind:
+    """Make the kind of a list of texts; one text alone is a list of one.
+
+    Args:
+        rule: Reads after "must be".
+        check_each: Gives a text as it is kept; ``ValueError`` refuses it.
+        shown: Stands for the value in ``--help``.
+        most: How many there may be; None: any number.
+        show_each: Gives a text as it may be shown; as it is without.
+    """
 
     def check(value: object) -> tuple[str, ...]:
         items = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
         kept = tuple(check_each(item) for item in items if isinstance(item, str))
-        if len(kept) != len(items) or len(set(kept)) != len(kept):
+        if len(kept) != len(items) or len(set(kept)) != len(kept) or (most is not None and len(kept) > most):
             raise ValueError
         return kept
 
-    return Kind(rule, check, parse=_parse_list, many=True, shown=shown)
+    def show(value: object) -> object:
+        if show_each is None:
+            return value
+        if isinstance(value, str):
+            return show_each(value)
+        if isinstance(value, list | tuple):
+            return type(value)(show(item) for item in value)
+        return value
+
+    return Kind(rule, check, parse=_parse_list, many=True, shown=shown, show=show)
 
 
 def uids() -> Kind:

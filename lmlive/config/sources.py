@@ -16,6 +16,7 @@ from typing import Any
 
 from lmlive._version import __version__
 from lmlive.config.settings import Setting
+from lmlive.config.tiers import without_password
 from lmlive.errors import ConfigError
 
 # Read elsewhere: known, and no settings of a server.
@@ -180,6 +181,7 @@ def _wrong_flag(flag: str, name: str, value: object, fault: str, rule: str) -> C
 
 def _no_flag(settings: Settings, word: str) -> ConfigError:
     """Make the error of a word that is no flag and no flag's value."""
+    word = without_password(word)  # it may be the url of a tier that lost its flag
     name = word.partition("=")[0]
     if not name.startswith("-"):
         rule = "the value of a flag before it, --help lists them"

@@ -1,5 +1,6 @@
 """Second tiers as text, and quotas: judged by their text alone, nothing is asked of a disk or a network."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -8,11 +9,13 @@ from lmlive.config.settings import bytes_of, parse_switch
 
 TIER_RULE: Final = (
     "file:///absolute/directory?size=10GiB or valkey://[user:password@]host:port/database?ttl=86400 (also valkeys://; "
-    "with size=10GiB, timeout=0.5, cluster=true, prefix=lmlive), each once"
+    "with size=10GiB, timeout=0.5, cluster=true, prefix=lmlive), each once, at most 4"
 )
+MOST_TIERS: Final = 4
 QUOTA_RULE: Final = "SALT=BYTES, as tenant-a=4GiB, each salt once"
 LONGEST_TTL: Final = 10 * 365 * 86_400
 
+_PASSWORD_OPTION: Final = re.compile("password=[^&]*", re.IGNORECASE)
 _VALKEY_SCHEMES: Final = ("valkey", "valkeys", "redis", "rediss")
 
 
@@ -103,10 +106,13 @@ def tier_url(url: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """Give a tier's url as it may be shown."""
-    scheme, separator, rest = url.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    return f"{scheme}{separator}{credentials.partition(':')[0]}:...@{place}" if at else url
+    """Give a tier's url, or what was meant to be one, as it may be shown."""
+    url = _PASSWORD_OPTION.sub("password=...", url)  # other clients take one there: it is refused, and not shown either
+    credentials, at, place = url.rpartition("@")
+    if not at:
+        return url
+    scheme, separator, user = credentials.rpartition("://")
+    return f"{scheme}{separator}{user.partition(':')[0]}:...@{place}"
 
 
 def quota(text: str) -> str:

@@ -17,6 +17,7 @@ from lmlive.cache.leases import LeaseTable
 from lmlive.cache.store import ChunkStore
 from lmlive.clock import Clock
 from lmlive.config import ServerConfig
+from lmlive.config.tiers import ValkeyPlace, tier_place
 from lmlive.device.backend import DeviceBackend
 from lmlive.device.host import HostBackend
 from lmlive.liveness.policy import ReapPolicy
@@ -149,6 +150,9 @@ def check_extras(config: ServerConfig) -> None:
     """
     if config.http_address is not None and importlib.util.find_spec("aiohttp") is None:
         raise config.refusal("http", "off without aiohttp: install it with pip install 'lmlive[ops]'")
+    places = map(tier_place, config.tier)
+    if any(isinstance(place, ValkeyPlace) for place in places) and importlib.util.find_spec("valkey") is None:
+        raise config.refusal("tier", "file:// without valkey: install it with pip install 'lmlive[valkey]'")
 
 
 def _later(loop: asyncio.AbstractEventLoop, delay: float, callback: Callable[[], None]) -> Cancel:
