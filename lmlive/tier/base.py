@@ -24,6 +24,8 @@ from lmlive.cache.keys import Namespace
 Bytes = npt.NDArray[np.uint8]
 
 NAME_BYTES = 32
+MARK_BYTES = 8
+"""A name begins with its model's mark, so that what one model has can be told from all else."""
 _HEAD = struct.Struct("<4sIQQ32s8x")
 _MAGIC = b"LMLT"
 _FORM = 1
@@ -72,6 +74,11 @@ class Tier(Protocol):
         """What it holds for us, as far as it knows."""
         ...
 
+    @property
+    def failing(self) -> str | None:
+        """Why the medium failed when it was asked last; None where it did not. Any thread may read it."""
+        ...
+
     def open(self) -> None:
         """Get ready; may take seconds.
 
@@ -92,14 +99,27 @@ class Tier(Protocol):
         """Save a chunk, whole or not at all; False where it did not."""
         ...
 
+    def clear(self, mark: bytes | None, deadline: float) -> bool:
+        """Drop all chunks of the model with this mark, or all; False where that is not certain.
+
+        Once it is True nothing is found of what was saved before. No save of ours runs meanwhile.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of everything; what runs then ends soon, as a miss. Idempotent."""
         ...
 
 
 def chunk_name(namespace: Namespace, key: bytes) -> bytes:
-    """Give the 32 bytes that name a chunk in every tier: a hash over its namespace and its key."""
-    return hashlib.sha256(b"lmlive/tier/1" + msgpack.packb([*namespace, key])).digest()
+    """Give the 32 bytes that name a chunk in every tier: its model's mark, and a hash over namespace and key."""
+    digest = hashlib.sha256(b"lmlive/tier/1" + msgpack.packb([*namespace, key])).digest()
+    return model_mark(namespace.model) + digest[: NAME_BYTES - MARK_BYTES]
+
+
+def model_mark(model: str) -> bytes:
+    """Give the bytes with which the names of a model's chunks begin."""
+    return hashlib.sha256(b"lmlive/tier/model/1" + model.encode(errors="surrogatepass")).digest()[:MARK_BYTES]
 
 
 def make_head(name: bytes, chunk: Bytes) -> bytes:

@@ -39,6 +39,7 @@ class FilesystemTier:
 
     def __init__(self, directory: Path, most_bytes: int, clock: Clock) -> None:
         self.counts = TierCounts()
+        self.failing: str | None = None
         self._directory = directory
         self._most_bytes = most_bytes
         self._clock = clock
@@ -97,10 +98,11 @@ class FilesystemTier:
         loaded = False
         try:
             loaded = known and self._read(name, into, deadline)
-        except OSError:
-            self.counts.failures += 1
+        except OSError as error:
+            self._fail(error)
             self._drop(name)
         if loaded:
+            self.failing = None
             self.counts.loaded += 1
             self._use(name)
         else:
@@ -116,12 +118,29 @@ class FilesystemTier:
         try:
             written = self._write(name, chunk, deadline)
         except OSError as error:
-            self.counts.failures += 1
+            self._fail(error)
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:  # others fill the disk too: the next one finds room
                 self._shrink(size)
         finally:
             self._finish(name, size, written=written)
+        if written:
+            self.failing = None
         return written
+
+    def clear(self, mark: bytes | None, deadline: float) -> bool:
+        """Delete the files of a model, or all; what a power cut brings back of them is found again."""
+        del deadline  # half a clear is none
+        with self._guard:
+            if self._closed:
+                return False
+            names = [name for name in self._sizes if mark is None or name.startswith(mark)]
+            for name in names:
+                self._used -= self._sizes.pop(name)
+        left = self._delete(names)
+        with self._guard:  # so that another try finds them
+            for name in left:
+                self._sizes[name] = 0
+        return not left
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -226,18 +245,26 @@ class FilesystemTier:
             self._used -= self._sizes.pop(name, 0)
         self._delete([name])
 
-    def _delete(self, names: Sequence[bytes]) -> None:
+    def _delete(self, names: Sequence[bytes]) -> list[bytes]:
+        """Delete files, and give the names of those that could not be."""
+        left = []
         for name in names:
             try:
                 self._path(name).unlink(missing_ok=True)
-            except OSError:
-                self.counts.failures += 1
+            except OSError as error:
+                self._fail(error)
+                left.append(name)
+        return left
+
+    def _fail(self, error: OSError) -> None:
+        self.counts.failures += 1
+        self.failing = error.strerror or type(error).__name__
 
     # the files
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()
-        return self._directory / text[:2] / text
+        return self._directory / text[-2:] / text  # it begins alike for all of one model
 
     def _read(self, name: bytes, into: Bytes, deadline: float) -> bool:
         try:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lmlive.cache.checksums import checksum
 from lmlive.cache.keys import Namespace
-from lmlive.tier.base import HEAD_BYTES, NAME_BYTES, chunk_name, head_fits, is_whole, make_head
+from lmlive.tier.base import HEAD_BYTES, MARK_BYTES, NAME_BYTES, chunk_name, head_fits, is_whole, make_head, model_mark
 from tests.tier.chunks import chunk, name
 
 SPACE = Namespace("m", "r", b"k" * 32, 0, 2)
@@ -23,8 +23,14 @@ def test_a_name_differs_with_every_part_of_the_namespace() -> None:
     assert {len(one) for one in names} == {NAME_BYTES}
 
 
+def test_a_name_begins_with_its_models_mark() -> None:
+    assert chunk_name(SPACE, bytes(32)).startswith(model_mark("m"))
+    assert len(model_mark("m")) == MARK_BYTES
+    assert model_mark("m") != model_mark("n")
+
+
 def test_a_name_is_the_same_in_every_process_and_version() -> None:
-    assert chunk_name(SPACE, bytes(32)).hex() == "8076a49b0fefba8bd2eb21bc2de4962cd5e012cee46c7eb06b67953a78a1e259"
+    assert chunk_name(SPACE, bytes(32)).hex() == "9bf4d51eac9752508076a49b0fefba8bd2eb21bc2de4962cd5e012cee46c7eb0"
 
 
 def test_the_checksum_is_the_same_in_every_process_and_version() -> None:

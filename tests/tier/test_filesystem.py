@@ -9,7 +9,7 @@ import pytest
 from lmlive.clock import MonotonicClock
 from lmlive.errors import StartError
 from lmlive.testing.clock import ManualClock
-from lmlive.tier.base import HEAD_BYTES
+from lmlive.tier.base import HEAD_BYTES, MARK_BYTES, model_mark
 from lmlive.tier.filesystem import FilesystemTier
 from tests.tier.chunks import SIZE, chunk, empty, name
 
@@ -135,6 +135,39 @@ def test_a_full_disk_refuses_and_makes_room_for_the_next(tmp_path: Path, monkeyp
     assert (tier.counts.failures, tier.counts.refused, tier.counts.evicted, tier.used_bytes) == (1, 1, 1, 0)
     assert files(tmp_path) == []
     assert tier.save(name(2), chunk(2), FAR)
+    tier.close()
+
+
+def test_a_clear_deletes_one_models_chunks_or_all(tmp_path: Path) -> None:
+    tier = opened(tmp_path / "kv")
+    mine, yours = (model_mark(model) + name(1)[MARK_BYTES:] for model in "mn")
+    for one in (mine, yours):
+        assert tier.save(one, chunk(1), FAR)
+    assert tier.clear(model_mark("m"), FAR)
+    assert (tier.find([mine], FAR), tier.find([yours], FAR), tier.used_bytes) == (0, 1, FILE)
+    assert len(files(tmp_path)) == 1
+    assert tier.save(mine, chunk(2), FAR)
+    assert tier.clear(None, FAR)
+    assert (tier.used_bytes, files(tmp_path)) == (0, [])
+    tier.close()
+    assert not tier.clear(None, FAR)
+
+
+def test_a_file_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path / "kv")
+    assert tier.save(name(1), chunk(1), FAR)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        assert not tier.clear(None, FAR)
+    assert tier.failing == "Input/output error"
+    assert tier.clear(None, FAR)
+    assert (tier.used_bytes, files(tmp_path)) == (0, [])
+    assert tier.save(name(1), chunk(1), FAR)
+    assert tier.failing is None
     tier.close()
 
 
