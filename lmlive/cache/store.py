@@ -8,8 +8,8 @@ It is a table over an arena's offsets; it copies no byte and reads no clock. The
 * Chunks that leave the index while pinned are freed when their last pin ends.
 * No call does more than one prompt's worth of work, but for what it must free to make room; the rest is ``sweep``'s.
 
-Where the bytes come from is ``room``'s business. The end of a pin is a use. Using a prefix makes its head the most
-recent chunk of it, so that it loses its tail first and stays one.
+Where the bytes come from is ``room``'s business. The end of a borrow is a use, that of a mere ``pin`` is none. Using a
+prefix makes its head the most recent chunk of it, so that it loses its tail first and stays one.
 """
 
 from collections.abc import Sequence
@@ -109,10 +109,16 @@ class ChunkStore:
 
     def borrow(self, chunks: Chunks, *, leased: bool = False) -> None:
         """Pin chunks to be loaded: they stay where they are until as many ``give_back`` calls, and are kept longer."""
-        self._pin(chunks, leased=leased)
+        self.pin(chunks)
+        if leased:
+            columns = self._columns
+            leases = columns.leases[chunks]
+            self._count_leased(chunks[leases == 0], 1)
+            columns.leases[chunks] = leases + 1
         self._victims.keep(chunks[self._columns.stamps[chunks] > 0])
 
-    def _pin(self, chunks: Chunks, *, leased: bool = False) -> None:
+    def pin(self, chunks: Chunks) -> None:
+        """Let chunks stay where they are until as many ``unpin`` calls, whose turn to be evicted stays what it was."""
         columns = self._columns
         pins = columns.pins[chunks]
         first = chunks[pins == 0]
@@ -121,25 +127,29 @@ class ChunkStore:
                 raise InternalError("a chunk that left the store cannot be borrowed")
             self._victims.hold(first)
         columns.pins[chunks] = pins + 1
-        if leased:
-            leases = columns.leases[chunks]
-            self._count_leased(chunks[leases == 0], 1)
-            columns.leases[chunks] = leases + 1
 
     def give_back(self, chunks: Chunks, *, leased: bool = False) -> None:
-        """End one pin of each; a chunk that left the index is freed with its last."""
+        """End one pin of each, which is a use; a chunk that left the index is freed with its last."""
         columns = self._columns
-        pins = columns.pins[chunks]
-        if (pins < 1).any() or (leased and (columns.leases[chunks] < 1).any()):
-            raise InternalError("a pin is given back once")
-        columns.pins[chunks] = pins - 1
         if leased:
             leases = columns.leases[chunks] - 1
+            if (leases < 0).any():
+                raise InternalError("a pin is given back once")
             columns.leases[chunks] = leases
             self._count_leased(chunks[leases == 0], -1)
-        last = chunks[pins == 1]
+        self._victims.touch(chunks[columns.stamps[chunks] > 0])
+        self.unpin(chunks)
+
+    def unpin(self, chunks: Chunks) -> None:
+        """End one pin of each, which is no use; a chunk that left the index is freed with its last."""
+        columns = self._columns
+        pins = columns.pins[chunks] - 1
+        if (pins < 0).any():
+            raise InternalError("a pin is given back once")
+        columns.pins[chunks] = pins
+        last = chunks[pins == 0]
         seen = columns.stamps[last] > 0
-        self._victims.let_go(last[seen])
+        self._victims.put_back(last[seen])
         self._room.give(last[~seen])
 
     def _count_leased(self, chunks: Chunks, sign: int) -> None:
@@ -176,7 +186,7 @@ class ChunkStore:
         elif absent.size:
             head = found[: absent[0]]
             held = head[head >= 0]
-            self._pin(held)
+            self.pin(held)
             self.touch(found[found >= 0])
             reservation = self._reserve(space, [keys[at] for at in absent.tolist()], nbytes, owner)
             got = reservation.chunks.size if reservation is not None else 0
@@ -188,7 +198,7 @@ class ChunkStore:
         rest = found[:end]
         rest = rest[rest >= 0][held.size :]
         rest = rest[self._columns.stamps[rest] > 0]  # what its own head did not push out
-        self._pin(rest)
+        self.pin(rest)
         return Claim(np.concatenate((held, rest)), absent, reservation, refused)
 
     def _reserve(self, space: Space, keys: list[bytes], nbytes: int, owner: int) -> Reservation | None:

@@ -247,6 +247,54 @@ def test_the_end_of_a_pin_is_a_use() -> None:
     assert held(store, "abcde") == "cde"
 
 
+def test_a_pin_without_a_use_leaves_a_chunks_turn_as_it_was() -> None:
+    store = store_of(3)
+    first = put(store, "a")
+    put(store, "bc")
+    store.pin(first)
+    reserve(store, "d")
+    assert held(store, "abc") == "ab"  # it stays as long as it is pinned
+    store.unpin(first)
+    put(store, "e")
+    assert held(store, "abe") == "be"
+
+
+def test_a_pin_without_a_use_takes_none_away_that_ended_before_it() -> None:
+    store = store_of(2)
+    chunks = put(store, "a")
+    put(store, "b")
+    store.pin(chunks)
+    store.borrow(chunks)
+    store.give_back(chunks)
+    store.unpin(chunks)
+    store._victims.forget(chunks)
+    put(store, "c")
+    assert held(store, "abc") == "ac"
+
+
+def test_one_that_was_pinned_when_the_oldest_were_looked_for_is_among_them_afterwards() -> None:
+    store = store_of(4)
+    first = put(store, "a")
+    for letter in "bcd":
+        put(store, letter)
+    store.pin(first)
+    put(store, "e")
+    assert held(store, "abcd") == "acd"
+    store.unpin(first)
+    put(store, "f")
+    assert held(store, "acd") == "cd"
+
+
+def test_what_was_cleared_while_it_was_pinned_is_freed_with_the_pin() -> None:
+    store = store_of(1)
+    chunks = put(store, "a")
+    store.pin(chunks)
+    store.clear()
+    assert store.used_bytes == SIZE
+    store.unpin(chunks)
+    assert store.used_bytes == 0
+
+
 def test_a_prefix_loses_its_tail_first() -> None:
     store = store_of(4)
     chunks = put(store, "abcd")
