@@ -28,6 +28,7 @@ from lmlive.protocol.parts import (
 from lmlive.protocol.replies import (
     HelloReply,
     LookupReply,
+    PreparedReply,
     RegisterReply,
     RetrieveReply,
     StoreReply,
@@ -40,9 +41,11 @@ from lmlive.protocol.transfers import (
     Lookup,
     PrepareRetrieve,
     PrepareStore,
+    Read,
     Release,
     Retrieve,
     Store,
+    Write,
 )
 from lmlive.protocol.verbs import Role, Verb
 
@@ -62,6 +65,8 @@ __all__ = [
     "Plane",
     "PrepareRetrieve",
     "PrepareStore",
+    "PreparedReply",
+    "Read",
     "Reap",
     "Register",
     "RegisterReply",
@@ -73,6 +78,7 @@ __all__ = [
     "Store",
     "StoreReply",
     "Unregister",
+    "Write",
     "check_ping",
     "parse_error",
     "parse_reply",
@@ -173,6 +179,9 @@ class Register:
         fields = Fields("REGISTER", payload, 11)
         world_size = fields.unsigned(4, least=1, most=MAX_RANKS)
         handles = read_handles(fields.each(10, most=MAX_HANDLES))
+        mode = fields.one_of(7, MODES)
+        # An engine that copies by itself shares no memory: its planes name handle 0, which is none.
+        handle_count = 1 if mode == "engine_driven" and not handles else len(handles)
         return cls(
             secret=fields.binary(0, (SECRET_BYTES,)),
             model=fields.text(1),
@@ -181,9 +190,9 @@ class Register:
             world_size=world_size,
             kv_dtype=fields.text(5),
             format=fields.text(6),
-            mode=fields.one_of(7, MODES),
+            mode=mode,
             strategy=fields.text(8),
-            groups=read_groups(fields.each(9, most=MAX_GROUPS), len(handles)),
+            groups=read_groups(fields.each(9, most=MAX_GROUPS), handle_count),
             handles=handles,
         )
 
@@ -309,6 +318,8 @@ Request = (
     | PrepareStore
     | CommitStore
     | PrepareRetrieve
+    | Read
+    | Write
     | Clear
     | Status
     | Reap
@@ -343,6 +354,8 @@ _READERS: Final[dict[int, Callable[[list[object]], Request]]] = {
         PrepareStore,
         CommitStore,
         PrepareRetrieve,
+        Read,
+        Write,
         Clear,
         Status,
         Reap,

@@ -16,6 +16,8 @@ from lmlive.protocol.fields import I63_MAX, Fields
 from lmlive.protocol.verbs import Verb
 
 LAYOUT_KEY_BYTES: Final = 32
+CHUNK_INDEX_BYTES: Final = 4
+OFFSET_BYTES: Final = 8
 LIMIT_NAMES: Final = ("message_bytes", "tokens", "blocks", "in_flight")
 
 
@@ -133,6 +135,48 @@ class RetrieveReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedReply:
+    """Slots to copy to or from, and the lease that keeps them; without a lease, how the store or retrieve ended.
+
+    Args:
+        lease: Keeps the slots; None where there are none.
+        chunk_bytes: Length of each slot.
+        chunks: Which chunks of the prompt, a uint32 each, little-endian.
+        offsets: Where the slots begin in the pool, a uint64 each, little-endian; empty where it is not shared.
+        tokens: The prefix that is held (PREPARE_STORE), or that these slots bring the worker up to (PREPARE_RETRIEVE).
+        reason: Why it ends there; "prepared" for a store that goes on.
+    """
+
+    lease: str | None
+    chunk_bytes: int
+    chunks: bytes
+    offsets: bytes
+    tokens: int
+    reason: str
+
+    @classmethod
+    def from_payload(cls, payload: list[object]) -> Self:
+        """Read the payload."""
+        fields = Fields("PREPARE reply", payload, 4)
+        slots = fields.nested(1, 3)
+        chunks, offsets = slots.packed(1, CHUNK_INDEX_BYTES), slots.packed(2, OFFSET_BYTES)
+        if offsets and len(offsets) != len(chunks) // CHUNK_INDEX_BYTES * OFFSET_BYTES:
+            slots.refuse(2, "an offset for each chunk, or none")
+        return cls(
+            lease=fields.optional_text(0),
+            chunk_bytes=slots.unsigned(0, most=I63_MAX),
+            chunks=chunks,
+            offsets=offsets,
+            tokens=fields.unsigned(2, most=I63_MAX),
+            reason=fields.text(3),
+        )
+
+    def to_payload(self) -> list[object]:
+        """Give the wire's array."""
+        return [self.lease, [self.chunk_bytes, self.chunks, self.offsets], self.tokens, self.reason]
+
+
+@dataclass(frozen=True, slots=True)
 class LookupReply:
     """The prefix that every rank can load in tokens, its lease and the seconds it lasts, and why it ended there."""
 
@@ -163,6 +207,7 @@ Reply = (
     | StoreReply
     | RetrieveReply
     | LookupReply
+    | PreparedReply
     | bool
     | int
     | dict[str, object]
@@ -210,8 +255,8 @@ def _read_flag(verb: str) -> Callable[[list[object]], bool]:
     return lambda payload: Fields(f"{verb} reply", payload, 1).flag(0)
 
 
-def _read_clear(payload: list[object]) -> int:
-    return Fields("CLEAR reply", payload, 1).unsigned(0, most=I63_MAX)
+def _read_number(verb: str) -> Callable[[list[object]], int]:
+    return lambda payload: Fields(f"{verb} reply", payload, 1).unsigned(0, most=I63_MAX)
 
 
 def _read_status(payload: list[object]) -> dict[str, object]:
@@ -231,7 +276,12 @@ _READERS: Final[dict[int, Callable[[list[object]], Reply]]] = {
     Verb.RETRIEVE: RetrieveReply.from_payload,
     Verb.LOOKUP: LookupReply.from_payload,
     Verb.RELEASE: _read_flag("RELEASE"),
-    Verb.CLEAR: _read_clear,
+    Verb.PREPARE_STORE: PreparedReply.from_payload,
+    Verb.COMMIT_STORE: StoreReply.from_payload,
+    Verb.PREPARE_RETRIEVE: PreparedReply.from_payload,
+    Verb.READ: _read_number("READ"),
+    Verb.WRITE: _read_number("WRITE"),
+    Verb.CLEAR: _read_number("CLEAR"),
     Verb.STATUS: _read_status,
     Verb.REAP: _read_flag("REAP"),
     Verb.EVENTS: _read_events,

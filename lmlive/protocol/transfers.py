@@ -1,4 +1,4 @@
-"""Requests that move or keep KV: STORE, RETRIEVE, LOOKUP, RELEASE and the engine-driven three.
+"""Requests that move or keep KV: STORE, RETRIEVE, LOOKUP, RELEASE and the engine-driven five.
 
 It is not the copy, nor whether a block id lies inside the layout: here only types, ranges and lengths are checked.
 Ids of blocks and keys stay packed bytes, because building 256 integers costs more than all the rest of a STORE.
@@ -16,6 +16,8 @@ from lmlive.protocol.verbs import Verb
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
 BLOCK_ID_BYTES: Final = 4
+MAX_BULK_BYTES: Final = 64 << 20
+"""Bytes that one READ may ask for, and one WRITE may bring."""
 MAX_RANKS: Final = 4096
 """The largest world size; a LOOKUP asks about each rank, so this bounds what one request may cost."""
 
@@ -189,6 +191,51 @@ class PrepareRetrieve:
     def to_payload(self) -> list[object]:
         """Give the wire's array."""
         return [self.keys, self.skip_tokens, self.lease]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Ask for bytes of the slots of a prepared retrieve, counted over all of them in order (strategy inline)."""
+
+    verb: ClassVar[Verb] = Verb.READ
+
+    lease: str
+    position: int
+    nbytes: int
+
+    @classmethod
+    def from_payload(cls, payload: list[object]) -> Self:
+        """Read the payload."""
+        fields = Fields("READ", payload, 3)
+        return cls(
+            lease=fields.text(0),
+            position=fields.unsigned(1, most=I63_MAX),
+            nbytes=fields.unsigned(2, least=1, most=MAX_BULK_BYTES),
+        )
+
+    def to_payload(self) -> list[object]:
+        """Give the wire's array."""
+        return [self.lease, self.position, self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bring bytes for the slots of a reservation, in the frames behind this one (strategy inline)."""
+
+    verb: ClassVar[Verb] = Verb.WRITE
+
+    lease: str
+    position: int
+
+    @classmethod
+    def from_payload(cls, payload: list[object]) -> Self:
+        """Read the payload."""
+        fields = Fields("WRITE", payload, 2)
+        return cls(lease=fields.text(0), position=fields.unsigned(1, most=I63_MAX))
+
+    def to_payload(self) -> list[object]:
+        """Give the wire's array."""
+        return [self.lease, self.position]
 
 
 def _read_blocks(fields: Fields, position: int) -> tuple[bytes, ...]:

@@ -25,6 +25,8 @@ class Verb(IntEnum):
     STATUS = 13
     REAP = 14
     EVENTS = 15
+    READ = 16
+    WRITE = 17
 
 
 class Role(IntEnum):
@@ -36,12 +38,23 @@ class Role(IntEnum):
 
 
 FENCED: frozenset[Verb] = frozenset(
-    {Verb.STORE, Verb.RETRIEVE, Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE}
+    {
+        Verb.STORE,
+        Verb.RETRIEVE,
+        Verb.PREPARE_STORE,
+        Verb.COMMIT_STORE,
+        Verb.PREPARE_RETRIEVE,
+        Verb.READ,
+        Verb.WRITE,
+    }
 )
 """Verbs that need the epoch, a registered instance and its live generation, on a connection that said HELLO."""
 
 FENCED_BY_EPOCH: frozenset[Verb] = frozenset({Verb.LOOKUP, Verb.RELEASE})
 """Verbs that need the epoch alone, on a connection that said HELLO."""
+
+WITH_BYTES: frozenset[Verb] = frozenset({Verb.WRITE})
+"""Verbs whose request brings bytes, in frames of their own behind the first."""
 
 TOUCHING: frozenset[Verb] = FENCED | {Verb.PING}
 """Verbs that are a sign of life where epoch, instance and generation all match."""

@@ -18,12 +18,22 @@ from collections.abc import Callable, Sequence
 from lmlive.clock import Clock
 from lmlive.config.addresses import UNIX_PATH_BYTES
 from lmlive.errors import InvalidPayload, LMLiveError, RequestTimeout, ServerUnavailable, StaleEpoch
-from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, decode_answer
+from lmlive.protocol.tether import (
+    MAX_FDS,
+    MAX_PACKET_BYTES,
+    Greeting,
+    Offer,
+    PoolGrant,
+    PoolRequest,
+    Receipt,
+    decode_answer,
+)
 from lmlive.protocol.verbs import Role
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _AGAIN = 0.01
+_POOL_FDS = 2
 
 
 def tether_path(url: str, told: str | None) -> str | None:
@@ -56,7 +66,7 @@ class Tether:
         self._sock = sock
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._packets: deque[bytes] = deque()
+        self._packets: deque[tuple[bytes, list[int]]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
         self._on_exit: Callable[[], None] | None = None
@@ -102,8 +112,34 @@ class Tether:
             if isinstance(answer, LMLiveError):
                 raise answer
             if answer != Receipt(first + len(part)):
-                raise InvalidPayload("the server counted other descriptors than were sent", got=answer.received)
+                raise InvalidPayload("the server counted other descriptors than were sent", got=repr(answer))
             self.taken = True
+
+    async def ask_for_pool(
+        self, *, secret: bytes, instance_id: int, role: Role, deadline: float
+    ) -> tuple[int, tuple[int, int]]:
+        """Ask for the server's pool, after an offer; give its size and two descriptors, which are the caller's.
+
+        The first is for reading, the second for writing too.
+
+        Raises:
+            RequestError: The server does not give it; the tether stands on.
+            TransportError: The tether ended, or the server does not answer.
+            InvalidPayload: It sent something else.
+        """
+        await self._send(PoolRequest(secret, instance_id, role).encode(), [], deadline)
+        packet, fds = await self._receive_with_fds(deadline)
+        try:
+            answer = decode_answer(packet)
+            if isinstance(answer, LMLiveError):
+                raise answer
+            if not isinstance(answer, PoolGrant) or answer.count != len(fds) or len(fds) != _POOL_FDS:
+                raise InvalidPayload("the server sent no pool", got=repr(answer), descriptors=len(fds))
+            reading, writing = fds
+            fds = []
+            return answer.nbytes, (reading, writing)
+        finally:
+            _close_fds(fds)
 
     def close(self) -> None:
         """Close socket and pidfd; idempotent."""
@@ -112,6 +148,8 @@ class Tether:
         self._closed = True
         self._on_lost = self._on_exit = None
         self._lose()
+        while self._packets:
+            _close_fds(self._packets.popleft()[1])
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
             self.pidfd = -1
@@ -142,6 +180,11 @@ class Tether:
         raise ServerUnavailable("the tether ended")
 
     async def _receive(self, deadline: float) -> bytes:
+        packet, fds = await self._receive_with_fds(deadline)
+        _close_fds(fds)
+        return packet
+
+    async def _receive_with_fds(self, deadline: float) -> tuple[bytes, list[int]]:
         while not self._packets:
             if self.lost:
                 raise ServerUnavailable("the tether ended")
@@ -156,17 +199,22 @@ class Tether:
         return self._packets.popleft()
 
     def _on_packet(self) -> None:
+        fds: list[int] = []
         try:
-            packet = self._sock.recv(MAX_PACKET_BYTES)  # descriptors beside it are not asked for: the kernel drops them
+            # The pool's two descriptors may come; whatever more there is beside a packet, the kernel drops.
+            packet, fds, _, _ = socket.recv_fds(self._sock, MAX_PACKET_BYTES, _POOL_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
         if not packet:
+            _close_fds(fds)
             self._lose()
             return
         if len(self._packets) < MAX_FDS:  # nobody reads what a server sends unasked
-            self._packets.append(packet)
+            self._packets.append((packet, fds))
+        else:
+            _close_fds(fds)
         self._wake()
 
     def _on_pidfd(self) -> None:
@@ -234,6 +282,11 @@ async def _connect(path: str, clock: Clock, deadline: float) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+
+
+def _close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _close(sock: socket.socket, pidfd: int) -> None:

@@ -25,9 +25,8 @@ MOST_BYTES: Final = 30_000
 """Longer than a server of the fuzz takes, and shorter than what libzmq ends a connection for."""
 PROMPTS: Final = [keys_of(prompt(2 * CHUNK, seed)) for seed in range(4)]
 _HEADER: Final = struct.Struct(HEADER_FORMAT)
-_NOT_BUILT: Final = {Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE}
 _OFTEN: Final = [Verb.STORE, Verb.RETRIEVE, Verb.LOOKUP, Verb.REGISTER]
-_VERBS: Final = [*Verb, *sorted(set(Verb) - _NOT_BUILT), *_OFTEN, *_OFTEN, *_OFTEN]
+_VERBS: Final = [*Verb, *Verb, *_OFTEN, *_OFTEN, *_OFTEN]
 
 
 @dataclass(slots=True)
@@ -83,10 +82,16 @@ def payload_of(rng: random.Random, verb: Verb, facts: Facts) -> list[object]:  #
             return [MODEL, "", rng.choice([1, 1, 1, 2, 4096]), keys, lease]
         case Verb.RELEASE:
             return [facts.lease]
-        case Verb.PREPARE_STORE | Verb.PREPARE_RETRIEVE:
+        case Verb.PREPARE_STORE:
             return [keys, skip, bytes(16)]
+        case Verb.PREPARE_RETRIEVE:
+            return [keys, skip, lease]
         case Verb.COMMIT_STORE:
-            return [facts.lease, None]
+            return [facts.lease, rng.choice([None, bytes(8), bytes(16)])]
+        case Verb.READ:
+            return [facts.lease, rng.choice([0, 8, U64 // 2]), rng.choice([1, 1 << 20])]
+        case Verb.WRITE:
+            return [facts.lease, rng.choice([0, 8, U64 // 2])]
         case Verb.CLEAR:
             return [MODEL]
         case Verb.STATUS:

@@ -33,6 +33,11 @@ def result_of(rng: random.Random, verb: Verb) -> list[object]:  # noqa: PLR0911 
             return [tokens, rng.choice(["loaded", "miss", "partial", "x"])]
         case Verb.LOOKUP:
             return [tokens, rng.choice([None, "lease"]), 60.0, rng.choice(["hit", "miss", "x"])]
+        case Verb.PREPARE_STORE | Verb.PREPARE_RETRIEVE:
+            slots = [rng.choice([0, 64, 2**40]), bytes(4), rng.choice([b"", bytes(8), b"\xff" * 8])]
+            return [rng.choice([None, "lease"]), slots, tokens, rng.choice(["prepared", "loaded", "miss", "x"])]
+        case Verb.READ | Verb.WRITE:
+            return [rng.choice([0, 64, 2**40])]
         case Verb.STATUS:
             return [{"server": {"pid": 1}}]
         case _:

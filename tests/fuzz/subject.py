@@ -1,7 +1,7 @@
 """A real server in a process of its own, which also tells how much it holds, and fails where it is told to.
 
 ``Subject`` starts it and asks; ``python -m tests.fuzz.subject RUN_DIR`` is it. With the setting ``goes_wrong`` it
-serves PREPARE_STORE, which no build does so far: its ``skip_tokens`` says what goes wrong, see ``Wrong``.
+serves PREPARE_STORE in its own way: its ``skip_tokens`` says what goes wrong, see ``Wrong``.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ def vectors(page: str) -> list[Vector]:
     """Read all vectors of a page."""
     found = []
     for title, payload, *hexadecimal in blocks(page, "vector"):
-        name, kind, *fields = title.split()
+        name, kind, *fields = title.replace("pool ", "pool_").split()
         numbers = {key: int(value, 0) for key, value in (field.split("=") for field in fields)}
         found.append((name, kind, numbers, _literal(payload), bytes.fromhex("".join(hexadecimal))))
     return found
@@ -72,9 +72,15 @@ def check_packet(vector: Vector) -> None:
             receipt = tether.decode_answer(packet)
             assert isinstance(receipt, tether.Receipt)
             assert receipt.encode() == packet
+        case "pool_request":
+            assert tether.PoolRequest.decode(packet).encode() == packet
+        case "pool_grant":
+            grant = tether.decode_answer(packet)
+            assert isinstance(grant, tether.PoolGrant)
+            assert grant.encode() == packet
         case "refusal":
             error = tether.decode_answer(packet)
-            assert not isinstance(error, tether.Receipt)
+            assert not isinstance(error, tether.Receipt | tether.PoolGrant)
             assert error.code == 24
             assert tether.encode_refusal(error) == packet
         case _:

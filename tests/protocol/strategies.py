@@ -77,6 +77,19 @@ def registers(draw: st.DrawFn) -> m.Register:
     )
 
 
+def prepared(slots: int) -> st.SearchStrategy[r.PreparedReply]:
+    """Give a reply with so many slots, with offsets or without."""
+    return st.builds(
+        r.PreparedReply,
+        lease=leases,
+        chunk_bytes=i63,
+        chunks=st.binary(min_size=4 * slots, max_size=4 * slots),
+        offsets=st.just(b"") | st.binary(min_size=8 * slots, max_size=8 * slots),
+        tokens=i63,
+        reason=text,
+    )
+
+
 requests: st.SearchStrategy[m.Request] = st.one_of(
     st.builds(
         m.Hello,
@@ -96,6 +109,8 @@ requests: st.SearchStrategy[m.Request] = st.one_of(
     st.builds(m.PrepareStore, keys=keys, skip_tokens=i63, tag=tags),
     st.builds(m.CommitStore, lease=text, checksums=st.none() | st.binary(max_size=40)),
     st.builds(m.PrepareRetrieve, keys=keys, skip_tokens=i63, lease=leases),
+    st.builds(m.Read, lease=text, position=i63, nbytes=st.integers(1, 64 << 20)),
+    st.builds(m.Write, lease=text, position=i63),
     st.builds(m.Clear, model=st.none() | text),
     st.builds(m.Status),
     st.builds(m.Reap, instance_id=u64, generation=st.none() | u64),
@@ -103,7 +118,7 @@ requests: st.SearchStrategy[m.Request] = st.one_of(
 )
 
 structured_replies: st.SearchStrategy[
-    r.HelloReply | r.RegisterReply | r.StoreReply | r.RetrieveReply | r.LookupReply
+    r.HelloReply | r.RegisterReply | r.StoreReply | r.RetrieveReply | r.LookupReply | r.PreparedReply
 ] = st.one_of(
     st.builds(
         r.HelloReply,
@@ -119,6 +134,7 @@ structured_replies: st.SearchStrategy[
     st.builds(r.StoreReply, tokens=i63, chunks=i63, reason=text),
     st.builds(r.RetrieveReply, tokens=i63, reason=text),
     st.builds(r.LookupReply, tokens=i63, lease=leases, lease_seconds=seconds, reason=text),
+    st.integers(0, 9).flatmap(prepared),
 )
 
 headers = st.builds(

@@ -50,11 +50,18 @@ def test_any_payload_is_a_message_or_an_invalid_payload(payload: list[object]) -
             assert message.to_payload() == payload
 
 
-@pytest.mark.parametrize("verb", [0, 16, 20, 29, 99, 65_535])
+@pytest.mark.parametrize("verb", [0, 18, 20, 29, 99, 65_535])
 def test_an_unknown_verb_is_named(verb: int) -> None:
     with pytest.raises(UnknownVerb) as caught:
         m.parse_request(verb, [])
     assert caught.value.verb == verb
+
+
+def test_an_engine_that_copies_by_itself_brings_no_handles() -> None:
+    payload = changed(changed(REGISTER, 10, to=[]), 7, to="engine_driven")
+    assert m.parse_request(Verb.REGISTER, payload).to_payload() == payload
+    with pytest.raises(InvalidPayload):
+        m.parse_request(Verb.REGISTER, changed(payload, 9, 0, 2, 0, 0, to=1))
 
 
 def test_there_is_a_message_for_every_verb() -> None:
@@ -118,6 +125,7 @@ BAD: list[tuple[Verb, list[object], int | str]] = [
     (Verb.REGISTER, changed(REGISTER, 10, 0, 2, to=0), "10.0.2"),
     (Verb.REGISTER, changed(REGISTER, 10, 0, to=changed(CUDA, 1, to=b"h" * 63)), "10.0.1"),
     (Verb.REGISTER, changed(REGISTER, 10, 0, to=changed(CUDA, 2, to="g" * 97)), "10.0.2"),
+    (Verb.REGISTER, changed(REGISTER, 10, to=[]), "9.0.2.0.0"),
     (Verb.UNREGISTER, [SECRET * 2], 0),
     (Verb.STORE, [KEY, [BLOCKS], 0], "payload"),
     (Verb.STORE, [KEY[:-1], [BLOCKS], 0, TAG], 0),
@@ -138,6 +146,11 @@ BAD: list[tuple[Verb, list[object], int | str]] = [
     (Verb.PREPARE_STORE, [KEY, 0, b"tag"], 2),
     (Verb.COMMIT_STORE, ["lease", "sums"], 1),
     (Verb.PREPARE_RETRIEVE, [KEY, 0, 0], 2),
+    (Verb.READ, ["lease", 0, 0], 2),
+    (Verb.READ, ["lease", 0, (64 << 20) + 1], 2),
+    (Verb.READ, ["lease", -1, 1], 1),
+    (Verb.WRITE, ["lease"], "payload"),
+    (Verb.WRITE, [None, 0], 0),
     (Verb.CLEAR, [b"m"], 0),
     (Verb.STATUS, [1], "payload"),
     (Verb.REAP, [None, None], 0),

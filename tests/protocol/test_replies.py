@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from lmlive.errors import InvalidPayload, UnknownVerb
+from lmlive.errors import InvalidPayload
 from lmlive.protocol import replies as r
 from lmlive.protocol.codec import decode_body, encode_reply
 from lmlive.protocol.verbs import Verb
@@ -15,7 +15,9 @@ READ_BY = {
     r.StoreReply: Verb.STORE,
     r.RetrieveReply: Verb.RETRIEVE,
     r.LookupReply: Verb.LOOKUP,
+    r.PreparedReply: Verb.PREPARE_RETRIEVE,
 }
+SHARED = {Verb.PREPARE_STORE: "PREPARE", Verb.PREPARE_RETRIEVE: "PREPARE", Verb.COMMIT_STORE: "STORE"}
 HELLO: list[object] = [1, 256, 10.0, 120, dict.fromkeys(r.LIMIT_NAMES, 1), None, 5]
 
 
@@ -31,9 +33,7 @@ def test_any_payload_is_a_reply_or_an_invalid_payload(payload: list[object]) -> 
         try:
             r.parse_reply(verb, payload)
         except InvalidPayload as error:
-            assert error.verb == f"{verb.name} reply"
-        except UnknownVerb:
-            assert verb in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE)
+            assert error.verb == f"{SHARED.get(verb, verb.name)} reply"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,8 @@ def test_any_payload_is_a_reply_or_an_invalid_payload(payload: list[object]) -> 
         (Verb.RELEASE, [False], False),
         (Verb.REAP, [True], True),
         (Verb.CLEAR, [3], 3),
+        (Verb.READ, [5], 5),
+        (Verb.WRITE, [5], 5),
         (Verb.STATUS, [{"server": {}}], {"server": {}}),
         (Verb.EVENTS, [[{"seq": 1}]], [{"seq": 1}]),
     ],
@@ -72,6 +74,11 @@ def test_a_single_value_is_checked_and_given(verb: Verb, payload: list[object], 
         (Verb.LOOKUP, [0, None, float("nan"), "miss"]),
         (Verb.LOOKUP, [0, None, -1.0, "miss"]),
         (Verb.LOOKUP, [0, None, True, "miss"]),
+        (Verb.PREPARE_STORE, [None, [64, bytes(3), b""], 0, "present"]),
+        (Verb.PREPARE_STORE, [None, [64, bytes(8), bytes(8)], 0, "present"]),
+        (Verb.PREPARE_RETRIEVE, [1, [64, b"", b""], 0, "miss"]),
+        (Verb.READ, [-1]),
+        (Verb.WRITE, []),
         (Verb.REGISTER, [10.0, b"short"]),
         (Verb.HELLO, [*HELLO[:4], {"tokens": 1}, *HELLO[5:]]),
         (Verb.HELLO, [*HELLO[:4], {**dict.fromkeys(r.LIMIT_NAMES, 1), "tokens": True}, *HELLO[5:]]),

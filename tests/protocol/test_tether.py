@@ -9,8 +9,11 @@ from lmlive.protocol.tether import (
     MAX_TABLE_FDS,
     Greeting,
     Offer,
+    PoolGrant,
+    PoolRequest,
     Receipt,
     decode_answer,
+    decode_word,
     encode_refusal,
 )
 from lmlive.protocol.verbs import Role
@@ -43,6 +46,18 @@ def test_a_receipt_comes_back(received: int) -> None:
     assert decode_answer(Receipt(received).encode()) == Receipt(received)
 
 
+@given(wish=st.builds(PoolRequest, secret=strategies.secrets, instance_id=strategies.u64, role=st.sampled_from(Role)))
+def test_a_wish_for_the_pool_comes_back_and_is_no_offer(wish: PoolRequest) -> None:
+    assert decode_word(wish.encode()) == wish
+    with pytest.raises(InvalidPayload):
+        Offer.decode(wish.encode())
+
+
+@given(nbytes=st.integers(1, 2**63 - 1), count=st.integers(0, MAX_FDS))
+def test_a_grant_comes_back(nbytes: int, count: int) -> None:
+    assert decode_answer(PoolGrant(nbytes, count).encode()) == PoolGrant(nbytes, count)
+
+
 def test_a_refusal_comes_back_as_the_error() -> None:
     answer = decode_answer(encode_refusal(NotOwner("uid 5 is refused", peer_uid=5)))
     assert isinstance(answer, NotOwner)
@@ -58,13 +73,13 @@ def test_a_refusal_with_endless_fields_fits_a_packet() -> None:
 
 @given(packet=st.binary(max_size=100))
 def test_any_packet_is_a_message_or_an_invalid_payload(packet: bytes) -> None:
-    for decode in (Greeting.decode, Offer.decode, decode_answer):
+    for decode in (Greeting.decode, decode_word, decode_answer):
         try:
             answer = decode(packet)
         except InvalidPayload as error:
-            assert error.verb in ("tether greeting", "tether offer", "tether answer")
+            assert error.verb in ("tether greeting", "tether offer", "tether pool request", "tether answer")
         else:
-            assert isinstance(answer, Greeting | Offer | Receipt | LMLiveError)
+            assert isinstance(answer, Greeting | Offer | PoolRequest | PoolGrant | Receipt | LMLiveError)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from lmlive.protocol.verbs import Verb
 def test_numbers_are_what_they_always_were() -> None:
     names = (
         "HELLO PING REGISTER UNREGISTER STORE RETRIEVE LOOKUP RELEASE PREPARE_STORE COMMIT_STORE PREPARE_RETRIEVE "
-        "CLEAR STATUS REAP EVENTS"
+        "CLEAR STATUS REAP EVENTS READ WRITE"
     )
     assert [verb.name for verb in Verb] == names.split()
-    assert [int(verb) for verb in Verb] == list(range(1, 16))
+    assert [int(verb) for verb in Verb] == list(range(1, 18))
     assert [(role.name, int(role)) for role in verbs.Role] == [("WORKER", 1), ("SCHEDULER", 2), ("TOOL", 3)]
 
 

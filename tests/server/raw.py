@@ -16,7 +16,7 @@ import zmq.asyncio
 from lmlive.errors import LMLiveError
 from lmlive.protocol.codec import Header, decode_body, decode_header, encode_request
 from lmlive.protocol.messages import parse_error
-from lmlive.protocol.tether import MAX_PACKET_BYTES, Offer, Receipt, decode_answer
+from lmlive.protocol.tether import MAX_PACKET_BYTES, Offer, PoolGrant, Receipt, decode_answer
 from lmlive.protocol.verbs import Role, Verb
 
 SECRET = b"s" * 16
@@ -108,7 +108,7 @@ class Tie:
     ) -> None:
         self.sock.close()
 
-    async def offer(self, *fds: int, instance_id: int = 7, secret: bytes = SECRET) -> Receipt | LMLiveError:
+    async def offer(self, *fds: int, instance_id: int = 7, secret: bytes = SECRET) -> Receipt | PoolGrant | LMLiveError:
         packet = Offer(secret, instance_id, Role.WORKER, 0, len(fds)).encode()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.sock.sendmsg([packet], rights)

@@ -145,7 +145,7 @@ async def test_another_version_is_told_ours() -> None:
 
 async def test_an_unknown_verb_and_one_of_another_build_are_told_so() -> None:
     house = House()
-    for verb in (0, 16, 20, 65_535):
+    for verb in (0, 18, 20, 65_535):
         house.ask(verb, [])
         assert isinstance(house.error(), UnknownVerb)
     for named in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE):

@@ -48,7 +48,7 @@ async def everything_bad(raw: Raw, epoch: int, *, over_tcp: bool) -> None:
         assert isinstance(await raw.error(verb, []), UnknownVerb)
     assert "not in this build" in str(await raw.error(Verb.PREPARE_RETRIEVE, []))
     for verb in Verb:
-        if verb in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE):
+        if verb in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE, Verb.READ, Verb.WRITE):
             continue
         refusal = NotOwner if over_tcp and verb in (Verb.REAP, Verb.CLEAR) else InvalidPayload
         for payload in WRONG:

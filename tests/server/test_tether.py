@@ -14,7 +14,7 @@ from lmlive.errors import InvalidHandle, InvalidPayload, LMLiveError, NotOwner, 
 from lmlive.liveness.evidence import Evidence
 from lmlive.modules.management import hash_secret
 from lmlive.modules.tethers import close_all
-from lmlive.protocol.tether import Offer, Receipt, decode_answer
+from lmlive.protocol.tether import Offer, PoolGrant, Receipt, decode_answer
 from lmlive.protocol.verbs import Role
 from lmlive.server import door, tether
 from lmlive.server.peers import UNUSED_SECONDS
@@ -183,7 +183,7 @@ async def test_what_closes_a_large_file_is_never_the_loop(house: House) -> None:
     close_all(given_up)
 
 
-async def refusal(house: House) -> tuple[LMLiveError | Receipt, socket.socket]:
+async def refusal(house: House) -> tuple[LMLiveError | PoolGrant | Receipt, socket.socket]:
     """Connect, and take what is said in place of a greeting."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.setblocking(False)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from lmlive.errors import LMLiveError
 from lmlive.modules.management import hash_secret
 from lmlive.modules.tethers import TetherRecord, close_all
-from lmlive.protocol.tether import MAX_PACKET_BYTES, Greeting, Offer, Receipt, decode_answer
+from lmlive.protocol.tether import MAX_PACKET_BYTES, Greeting, Offer, PoolGrant, Receipt, decode_answer
 from lmlive.protocol.verbs import Role
 from lmlive.server.lanes import in_thread
 from lmlive.server.rundir import RunDir
@@ -65,7 +65,7 @@ async def receive(end: socket.socket) -> bytes:
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, MAX_PACKET_BYTES), 5)
 
 
-async def say(end: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> Receipt | LMLiveError:
+async def say(end: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> Receipt | PoolGrant | LMLiveError:
     """Send a packet with copies of descriptors, and take the answer."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     end.sendmsg([packet], rights)
