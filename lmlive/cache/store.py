@@ -93,6 +93,10 @@ class ChunkStore:
         """Give where the extents of chunks start, which are pinned or reserved."""
         return self._columns.offsets[chunks]
 
+    def size_of(self, chunks: Chunks) -> int:
+        """Give the size of each of these chunks, which are of one namespace, and of which there is one."""
+        return int(self._columns.nbytes[chunks[0]])
+
     def checksums(self, chunks: Chunks) -> list[int]:
         """Give the checksums under which chunks were committed."""
         sums: list[int] = self._columns.checksums[chunks].tolist()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from lmlive.cache.claims import Reservation
+from lmlive.cache.columns import Chunks
 from lmlive.cache.leases import LeaseTable
 from lmlive.cache.store import ChunkStore
 from lmlive.clock import Clock
@@ -27,6 +29,7 @@ from lmlive.modules.call import Call, Connection
 from lmlive.modules.entries import ContextEntry, Entries
 from lmlive.modules.events import EventLog
 from lmlive.modules.tethers import Discard, TetherRecord
+from lmlive.modules.tier_port import SecondTier
 
 Cancel = Callable[[], None]
 
@@ -122,6 +125,7 @@ class Books:
         later: Calls back after so many seconds, on the loop; gives a function that cancels.
         status: Reads the whole status; gives what makes one map of it, in any thread.
         discard: Closes descriptors off the loop: the last one of a large memory file may take seconds.
+        tier: The tiers behind the pool; None: there is none.
         readmit: Puts a deferred call through its admit again; the dispatcher sets it.
 
     Attributes:
@@ -151,6 +155,7 @@ class Books:
     later: Callable[[float, Callable[[], None]], Cancel]
     status: Callable[[], Callable[[], dict[str, object]]]
     discard: Discard
+    tier: SecondTier | None = None
     readmit: Callable[[Call], None] = Call.defer
     sweeping: bool = field(init=False, default=False)
 
@@ -161,6 +166,13 @@ class Books:
     def emit(self, kind: str, **facts: object) -> None:
         """Write an event down, with the present time."""
         self.events.emit(kind, self.clock.now(), **facts)
+
+    def publish(self, reservation: Reservation, checksums: Sequence[int] | None = None) -> Chunks:
+        """Commit what a worker has brought, and give its chunks; a second tier gets them too, later."""
+        chunks = self.store.commit(reservation, checksums)
+        if self.tier is not None and chunks.size:
+            self.tier.save(reservation.home.namespace, reservation.keys, chunks)
+        return chunks
 
     def give_back(self, entry: ContextEntry) -> None:
         """End a transfer's borrow; its end is a sign of life."""

@@ -105,6 +105,7 @@ class Entries:
         self._live: dict[int, ContextEntry] = {}
         self._of_instance: dict[int, ContextEntry] = {}
         self._layouts: dict[tuple[str, str, int], dict[int, Counter[bytes]]] = {}
+        self._layout_of: dict[Namespace, KVLayout] = {}
 
     def __len__(self) -> int:
         """Count what is not released."""
@@ -123,6 +124,8 @@ class Entries:
         self._of_instance[entry.instance_id] = entry
         if entry.namespace is not None:
             self._count_layout(entry.namespace, 1)
+            if entry.layout is not None:
+                self._layout_of[entry.namespace] = entry.layout
 
     def discard(self, entry: ContextEntry) -> None:
         """Take in what was opened and must never be live, to be released."""
@@ -208,6 +211,10 @@ class Entries:
         """Give rank -> layout key -> number of live workers, for the live workers of a model."""
         return self._layouts.get((model, revision, world_size), {})
 
+    def layout_of(self, namespace: Namespace) -> KVLayout | None:
+        """Give the layout of live workers: who shares a namespace has chunks of the same form."""
+        return self._layout_of.get(namespace)
+
     @property
     def pending(self) -> int:
         """How many are condemned or releasing."""
@@ -234,6 +241,7 @@ class Entries:
         keys[namespace.layout_key] += change
         if keys[namespace.layout_key] <= 0:
             del keys[namespace.layout_key]
+            self._layout_of.pop(namespace, None)
         if not keys:
             del ranks[namespace.rank]
         if not ranks:

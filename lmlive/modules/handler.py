@@ -47,5 +47,8 @@ class Work:
 Admit = Callable[[Books, Call], Work | None]
 """First phase of a verb; None: answered, or deferred."""
 
+Submit = Callable[[Work], None]
+"""Runs a work in its lane, then settles it on the loop, whatever happens."""
+
 HandlerTable = Mapping[Verb, Admit]
 """What one module serves."""

@@ -51,12 +51,15 @@ def admit_store(books: Books, call: Call) -> Work | None:
         call.reply(StoreReply(0, 0, "partial_chunk").to_payload())
         return None
     store = books.store
+    first = -(-transfer.skip_tokens // transfer.chunk_tokens)
+    if books.tier is not None:
+        books.tier.give_way(transfer.namespace, transfer.keys[first:])
     claim = store.claim(
         transfer.namespace,
         transfer.keys,
         transfer.layout.chunk_bytes(transfer.chunk_tokens),
         transfer.entry.generation,
-        first=-(-transfer.skip_tokens // transfer.chunk_tokens),
+        first=first,
     )
     if claim.reservation is None:
         store.give_back(claim.held)
@@ -93,7 +96,7 @@ def _settle_store(
         _note_aborted(books, transfer, store.abort(reservation), refusal)
         transfer.call.fail(refusal)
         return
-    published = store.commit(reservation, None if checks is None else checks.found)
+    published = books.publish(reservation, None if checks is None else checks.found)
     prefix = store.held(transfer.namespace, transfer.keys)
     store.touch(prefix)
     tokens = prefix.size * transfer.chunk_tokens

@@ -38,6 +38,8 @@ from lmlive.server.releases import Releases
 from lmlive.server.router import Router
 from lmlive.server.rundir import RunDir
 from lmlive.server.tether import Tethers
+from lmlive.server.tiers import THREADS, OpenTiers
+from lmlive.tier.base import Tier
 
 
 class Parts:
@@ -75,7 +77,12 @@ class Parts:
         store = ChunkStore(Arena(config.pool_bytes))
         self.run_dir = RunDir(config.run_path, shared=bool(config.allow_uid)) if make_door is None else None
         self._listening: dict[str, socket.socket] = {}
-        self.lanes = Lanes(loop, register_threads=config.register_threads, transfer_threads=config.transfer_threads)
+        self.lanes = Lanes(
+            loop,
+            register_threads=config.register_threads,
+            transfer_threads=config.transfer_threads,
+            tier_threads=THREADS * max(len(config.tier), 1),
+        )
         self.discards = Discards(self.lanes)
         self.books = Books(
             config=config,
@@ -112,7 +119,18 @@ class Parts:
         self.books.readmit = self.dispatcher.readmit
         self.tethers = Tethers(self.books, self.discards.foreign, self.discards.packet)
         self.releases = Releases(self.books, self.lanes)
-        self.reaper = Reaper(self.books, self.line, self.tethers.sweep)
+        self.tiers: OpenTiers | None = None
+        self.reaper = Reaper(self.books, self.line, self._tick)
+
+    def take_tiers(self, tiers: Sequence[Tier]) -> OpenTiers:
+        """Use these tiers, which are open, from now on."""
+        self.tiers = OpenTiers(self.books, self.lanes, tiers)
+        return self.tiers
+
+    def _tick(self) -> None:
+        self.tethers.sweep()
+        if self.tiers is not None:
+            self.tiers.tick()
 
     def open_run_dir(self) -> None:
         """Bind every unix socket: the door's, and a tether's beside each; blocks, so a thread does it at the start.

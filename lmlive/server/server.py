@@ -26,6 +26,8 @@ from lmlive.server.curve import DoorKeys, door_keys, open_doors
 from lmlive.server.lanes import in_thread
 from lmlive.server.ports import MakeDoor
 from lmlive.server.status import ServerStatus, Snapshot, read_status
+from lmlive.server.tiers import open_tiers
+from lmlive.tier.base import Tier
 
 log = logging.getLogger("lmlive.server")
 
@@ -85,6 +87,7 @@ class LivenessServer:
         self._parts: Parts | None = None
         self._stack = AsyncExitStack()
         self._pool: PoolMemory | None = None
+        self._tiers: Sequence[Tier] = ()
         self._copying = False
         self._closing: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
@@ -183,6 +186,9 @@ class LivenessServer:
         # From here on peers are answered, most of them with ServerStarting.
         parts.reaper.start()
         self._stack.push_async_callback(parts.reaper.stop)
+        if config.tier:
+            self._stack.push_async_callback(self._close_tiers, parts)
+            parts.take_tiers(await _to_the_end(self._open_tiers))
         whole = await in_thread(partial(pool.populate, self._goes_on))
         if config.http_address is not None:
             await self._open_http(*config.http_address, keys)
@@ -197,6 +203,11 @@ class LivenessServer:
         """Reserve the pool's memory; runs in a thread."""
         self._pool = PoolMemory(self.config.pool_bytes)
         return self._pool
+
+    def _open_tiers(self) -> Sequence[Tier]:
+        """Open the tiers; runs in a thread."""
+        self._tiers = open_tiers(self.config.tier, self._clock)
+        return self._tiers
 
     def _goes_on(self, _: int) -> bool:
         """Tell whether the start was not given up meanwhile; asked in the thread that populates the pool."""
@@ -260,7 +271,10 @@ class LivenessServer:
     async def _close(self, parts: Parts) -> None:
         try:
             await parts.reaper.stop()
+            patience_ends = asyncio.get_running_loop().time() + self.config.drain_seconds
             self.drained = await self._quiet(parts, self.config.drain_seconds, self._hurry)
+            if parts.tiers is not None:
+                await parts.tiers.flush(max(patience_ends - asyncio.get_running_loop().time(), 0.0), self._hurry)
             books = parts.books
             for removal in books.roster.remove_all(books.moment()):
                 remove(books, removal)
@@ -268,6 +282,7 @@ class LivenessServer:
             await parts.releases.settled()
             parts.tethers.close()
             await parts.discards.settled(CUT_OFF_SECONDS)
+            await self._close_tiers(parts)
             await self._close_lanes(parts)
             # A call whose work still runs gets no answer: to its worker that would mean that nothing touches its
             # memory any more. Only the end of this process can say so.
@@ -296,12 +311,19 @@ class LivenessServer:
             hurried.cancel()
             await asyncio.gather(quiet, hurried, return_exceptions=True)
 
+    async def _close_tiers(self, parts: Parts) -> None:
+        if parts.tiers is not None:
+            await parts.tiers.close(CUT_OFF_SECONDS)
+        else:  # the start was given up while they were opened
+            for tier in self._tiers:
+                await in_thread(tier.close)
+
     async def _close_lanes(self, parts: Parts) -> None:
         """End the lanes' threads; what had its time and still runs is left to the process's end."""
         left = await parts.lanes.close(asyncio.get_running_loop().time())
         for work in left:
             log.error("left running lane=%s", work.lane.value)
-        self._copying = any(work.lane is Lane.TRANSFER for work in left)
+        self._copying = any(work.lane in {Lane.TRANSFER, Lane.TIER} for work in left)
 
     async def _close_pool(self, parts: Parts) -> None:
         parts.books.pool = None
