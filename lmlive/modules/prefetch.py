@@ -133,8 +133,7 @@ class Prefetches:
             self._go_on()
         token = object()
         prefetch.waiters[token] = done
-        waiters = prefetch.waiters
-        return lambda: _drop(waiters, token)
+        return partial(_forget, prefetch, token)
 
     def _begin(self, places: Sequence[Place], keys: Sequence[bytes], held: int) -> _Prefetch | None:
         mark = model_mark(places[0].namespace.model)
@@ -314,9 +313,8 @@ class Prefetches:
                 store.abort(loading.reservation)
         for place in prefetch.places:
             store.touch(store.held(place.namespace, prefetch.keys))
-        waiters, prefetch.waiters = prefetch.waiters, {}
-        for done in waiters.values():
-            done()
+        while prefetch.waiters:
+            prefetch.waiters.pop(next(iter(prefetch.waiters)))()
 
 
 def _find(tier: Tier, namespaces: Sequence[Namespace], keys: Sequence[bytes], deadline: float) -> list[int]:
@@ -334,5 +332,5 @@ def _load(
     return None
 
 
-def _drop(waiters: dict[object, Callable[[], None]], token: object) -> None:
-    waiters.pop(token, None)
+def _forget(prefetch: _Prefetch, token: object) -> None:
+    prefetch.waiters.pop(token, None)
