@@ -73,6 +73,7 @@ class OpenTiers:
         self._changed = asyncio.Event()
         self._together = books.tier = Tiers(books, self._submit, tiers)
         for link in self._together.links:
+            log.info("tier open url=%s used_bytes=%s", link.tier.url, link.tier.used_bytes)
             link.look(books)
 
     def tick(self) -> None:
