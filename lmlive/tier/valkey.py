@@ -41,7 +41,7 @@ log = logging.getLogger("lmlive.server")
 
 PIECE_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 4
-"""Pieces of one answer."""
+"""Pieces of one answer, or of one question."""
 _WRITER_BYTES: Final = 8
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _TTL_OF_PIECES: Final = 60
@@ -295,11 +295,15 @@ class ValkeyTier:
         if not await self._has_room(chunk.nbytes):
             return None
         place, writer = self._place, secrets.token_bytes(_WRITER_BYTES)
-        for number, key in enumerate(self._piece_keys(head, writer, chunk.nbytes)):
+        keys = self._piece_keys(head, writer, chunk.nbytes)
+        for first in range(0, len(keys), _AT_ONCE):
             if self._clock.now() > deadline:
                 return None
-            piece = chunk[number * PIECE_BYTES : (number + 1) * PIECE_BYTES].tobytes()
-            await self._client.set(key, piece, ex=place.ttl + _TTL_OF_PIECES)
+            asked = self._client.pipeline(transaction=False)
+            for number, key in enumerate(keys[first : first + _AT_ONCE], first):
+                piece = chunk[number * PIECE_BYTES : (number + 1) * PIECE_BYTES].tobytes()
+                asked.set(key, piece, ex=place.ttl + _TTL_OF_PIECES)
+            await asked.execute()
         await self._client.set(head, make_head(name, chunk) + writer, ex=place.ttl)
         return True
 
