@@ -209,7 +209,7 @@ def kinds(  # noqa: PLR0917 - the connections
         Kind("result cannot be encoded", mine.one(Verb.PREPARE_STORE, wrong(Wrong.NOT_ENCODABLE)), internal),
         Kind("handler answers twice", mine.one(Verb.PREPARE_STORE, wrong(Wrong.ANSWERED_TWICE)), internal),
         Kind("unknown verb", mine.one(99, []), "UnknownVerb"),
-        Kind("verb of another build", mine.one(Verb.COMMIT_STORE, ["lease", None]), "UnknownVerb"),
+        Kind("lease that never was", mine.one(Verb.COMMIT_STORE, ["lease", None]), "UnknownLease"),
         Kind("illegible body", mine.one(Verb.STATUS, []), invalid, spoil=lambda frame: frame[:HEADER_BYTES] + b"\xc1"),
         Kind("illegible ping", mine.one(Verb.PING, [7]), invalid, spoil=lambda frame: frame[:HEADER_BYTES] + b"\xdd"),
         Kind("no body", mine.one(Verb.STORE, store), invalid, spoil=lambda frame: frame[:HEADER_BYTES]),

@@ -15,7 +15,7 @@ from pathlib import Path
 from lmlive.device import syscalls
 from lmlive.device.backend import Bytes
 from lmlive.device.private_file import lock_for_life, open_private
-from lmlive.errors import InternalError, StartError
+from lmlive.errors import InternalError, InvalidHandle, StartError
 
 RULE = "pool_bytes is at most 80 % of the memory available to this process"
 HUGE_BYTES = 2 << 20
@@ -135,6 +135,25 @@ class PoolMemory:
             if progress is not None and not progress(min(stop, self.nbytes)):
                 return False
         return True
+
+    def share(self) -> list[int]:
+        """Give two descriptors of its memory, the first for reading, the second for writing too; the caller's to close.
+
+        Raises:
+            InvalidHandle: It lies in a named file: whoever shortens that would end every process that has mapped it.
+        """
+        try:
+            sealed = syscalls.seals_of(self.fd) & syscalls.F_SEAL_SHRINK
+        except OSError:
+            sealed = 0
+        if not sealed:
+            raise InvalidHandle("the pool's memory is not sealed, so it cannot be shared: copy inline")
+        reading = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return [reading, os.dup(self.fd)]
+        except OSError:
+            os.close(reading)
+            raise
 
     def close(self) -> None:
         """Give the memory back, once; later calls do nothing."""

@@ -7,9 +7,11 @@ Not behaviour: that is in the modules, whose functions take ``Books`` first. The
 several modules need.
 """
 
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from lmlive.cache.store import ChunkStore
 from lmlive.clock import Clock
 from lmlive.config import ServerConfig
 from lmlive.device.backend import DeviceBackend
+from lmlive.errors import ServerStarting
 from lmlive.liveness.policy import ReapPolicy
 from lmlive.liveness.roster import Roster
 from lmlive.liveness.target import InstanceLivenessTarget
@@ -28,10 +31,20 @@ from lmlive.liveness.watch import Moment, Watch
 from lmlive.modules.call import Call, Connection
 from lmlive.modules.entries import ContextEntry, Entries
 from lmlive.modules.events import EventLog
+from lmlive.modules.prepared import PreparedTable
 from lmlive.modules.tethers import Discard, TetherRecord
 from lmlive.modules.tier_port import SecondTier
 
 Cancel = Callable[[], None]
+
+
+def no_pool() -> list[int]:
+    """Share no pool.
+
+    Raises:
+        ServerStarting: Always.
+    """
+    raise ServerStarting("the pool is not ready: come again", retry_after=1.0)
 
 
 class Connections:
@@ -125,10 +138,12 @@ class Books:
         later: Calls back after so many seconds, on the loop; gives a function that cancels.
         status: Reads the whole status; gives what makes one map of it, in any thread.
         discard: Closes descriptors off the loop: the last one of a large memory file may take seconds.
+        share_pool: Gives descriptors of the pool, for reading and for writing too, which whoever asks closes.
         tier: The tiers behind the pool; None: there is none.
         readmit: Puts a deferred call through its admit again; the dispatcher sets it.
 
     Attributes:
+        prepared: What workers copy by themselves.
         sweeping: Whether the next pass over ended leases is on its way.
     """
 
@@ -156,8 +171,19 @@ class Books:
     status: Callable[[], Callable[[], dict[str, object]]]
     discard: Discard
     tier: SecondTier | None = None
+    share_pool: Callable[[], list[int]] = no_pool
     readmit: Callable[[Call], None] = Call.defer
+    prepared: PreparedTable = field(init=False)
     sweeping: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Make the table of what workers copy by themselves."""
+        self.prepared = PreparedTable(
+            self.store,
+            seconds=self.config.lease_seconds,
+            token=partial(secrets.token_hex, 16),
+            most=self.config.max_in_flight,
+        )
 
     def moment(self) -> Moment:
         """Give the present in watched time."""
@@ -181,7 +207,8 @@ class Books:
         self.entries.give_back(entry)
 
     def end_owner(self, owner: bytes) -> None:
-        """End all leases of an owner that is gone for good; it gets no other."""
+        """End all that an owner has, who is gone for good and gets no other lease; it copies nothing any more."""
+        self.prepared.end_owner(owner)
         self.leases.end_owner(owner, for_good=True)
         self.sweep()
 
@@ -190,6 +217,7 @@ class Books:
 
         It goes pass by pass: others have their turn between two passes.
         """
+        self.prepared.sweep(self.moment().running)
         if not self.sweeping:
             self._sweep()
 

@@ -7,7 +7,7 @@ not the message's meaning: that is ``message``, a frozen dataclass of ``lmlive.p
 Loop thread only; a lane never sees a ``Call``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -18,8 +18,11 @@ from lmlive.protocol.messages import Request
 
 Body = TypeVar("Body")
 
+Frames = Sequence[bytes | memoryview]
+"""Bytes that travel behind a message."""
+
 Answer = Callable[["Call", list[object] | bytes | None, BaseException | None], None]
-"""Sends the reply of a call: its payload, packed already or not, or the error."""
+"""Sends the reply of a call: its payload, packed already or not, with the call's ``bulk`` behind it; or the error."""
 
 
 class Source(NamedTuple):
@@ -63,6 +66,7 @@ class Call:
     Attributes:
         message: The request's body, once it was checked.
         source: Where a REGISTER came from; None for other verbs.
+        bulk: The frames behind the first, of a verb that brings bytes.
         fingerprint: Of what a REGISTER asked for when it came; empty for other verbs.
         answered: Whether the reply went out.
         deferred: Whether the answer comes later, from neither admit nor settle.
@@ -72,6 +76,7 @@ class Call:
         "_answer",
         "_twice",
         "answered",
+        "bulk",
         "connection",
         "deferred",
         "fingerprint",
@@ -97,6 +102,7 @@ class Call:
         self.source: Source | None = None
         self.moment = moment
         self.connection = connection
+        self.bulk: Frames = ()
         self.fingerprint = b""
         self.answered = False
         self.deferred = False
@@ -114,12 +120,14 @@ class Call:
             raise InternalError("a handler got another verb's message", verb=self.header.code, expected=kind.__name__)
         return self.message
 
-    def reply(self, payload: list[object] | bytes) -> None:
-        """Answer with a result; bytes are one that a lane packed."""
+    def reply(self, payload: list[object] | bytes, bulk: Frames = ()) -> None:
+        """Answer with a result; bytes are one that a lane packed, ``bulk`` travels behind it."""
+        self.bulk = bulk
         self._finish(payload, None)
 
     def fail(self, error: BaseException) -> None:
         """Answer with a typed error."""
+        self.bulk = ()
         self._finish(None, error)
 
     def defer(self) -> None:

@@ -38,6 +38,8 @@ class ContextEntry:
         context: The opened mappings; None for a registration without a cache.
         layout: Shape of that cache; None without one.
         namespace: What the store keys this worker's chunks by; None without a cache.
+        strategy: How a worker copies that does it by itself, "shm" or "inline"; empty where the server copies. It is
+            one with the rest: there is never a context without its strategy, nor a strategy without its context.
         in_flight: How many transfers borrow it.
         state: Where it stands.
         waiters: Called once when the entry is released.
@@ -50,6 +52,7 @@ class ContextEntry:
     context: CacheContext | None = None
     layout: KVLayout | None = None
     namespace: Namespace | None = None
+    strategy: str = ""
     in_flight: int = 0
     state: EntryState = EntryState.LIVE
     waiters: list[Callable[[], None]] = field(default_factory=list)

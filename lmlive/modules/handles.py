@@ -12,7 +12,9 @@ from lmlive.device.backend import DeviceBackend, FdSource, GroupPlace, PlanePlac
 from lmlive.device.context import CacheContext
 from lmlive.errors import InvalidHandle, InvalidLayout, InvalidPayload
 from lmlive.modules.books import Books
+from lmlive.modules.prepared import SHM, STRATEGIES
 from lmlive.modules.tethers import FdTable, TetherRecord
+from lmlive.protocol.fields import I63_MAX
 from lmlive.protocol.messages import FdHandle, Register
 
 
@@ -23,15 +25,19 @@ def read_layout(books: Books, message: Register) -> KVLayout | None:
         InvalidLayout: It cannot be served.
         InvalidHandle: A handle that is smaller than its planes, or of a kind that is not in this build.
     """
-    if message.mode == "engine_driven":
-        raise InvalidLayout("mode engine_driven is not in this build: use server_driven", tensor="", field="mode")
     if not message.groups:
         if message.handles:
             raise InvalidPayload("handles came without groups", expected=0, got=len(message.handles))
         return None
     if message.mode == "none":
         raise InvalidLayout("mode none takes no tensors: use server_driven", tensor="", field="mode")
-    sizes = [_fd_handle(handle).nbytes for handle in message.handles]
+    if message.mode == "engine_driven":
+        if message.handles or message.strategy not in STRATEGIES:
+            detail = f"mode engine_driven brings no handles, and a strategy of {' or '.join(STRATEGIES)}"
+            raise InvalidLayout(detail, tensor="", field="strategy" if not message.handles else "handles")
+        sizes = [I63_MAX]  # its memory is its own
+    else:
+        sizes = [_fd_handle(handle).nbytes for handle in message.handles]
     groups = [
         (
             group.block_tokens,
@@ -46,6 +52,16 @@ def read_layout(books: Books, message: Register) -> KVLayout | None:
     layout = KVLayout.from_wire(groups, kv_dtype=message.kv_dtype, format=message.format, handle_bytes=sizes)
     layout.validate_chunk_tokens(books.config.chunk_tokens)
     return layout
+
+
+def check_pool(message: Register, tether: TetherRecord | None) -> None:
+    """Refuse to let a worker copy to and from a pool that its process was not given.
+
+    Raises:
+        InvalidHandle: It was not.
+    """
+    if message.strategy == SHM and (tether is None or not tether.has_pool):
+        raise InvalidHandle("strategy shm needs the pool: ask for it over the tether first")
 
 
 def _fd_handle(handle: object) -> FdHandle:

@@ -143,8 +143,10 @@ def _find(books: Books, message: Lookup, keys: list[bytes]) -> tuple[dict[int, S
 
 
 def admit_release(books: Books, call: Call) -> Work | None:
-    """End a lease; False if it had ended."""
-    call.reply([books.leases.end(call.body(Release).lease, call.moment.running)])
+    """End a lease, of a lookup or of what a worker prepared; False if it had ended."""
+    lease, now = call.body(Release).lease, call.moment.running
+    owner = b"" if call.connection is None else call.connection.secret_hash
+    call.reply([books.leases.end(lease, now) or books.prepared.release(lease, owner, now)])
     return None
 
 

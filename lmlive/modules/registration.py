@@ -30,7 +30,7 @@ from lmlive.modules.channels import note_channel
 from lmlive.modules.entries import ContextEntry
 from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Lane, Work
-from lmlive.modules.handles import Opener, fingerprint, places, read_layout, take_sources
+from lmlive.modules.handles import Opener, check_pool, fingerprint, places, read_layout, take_sources
 from lmlive.modules.management import hash_secret
 from lmlive.modules.removal import remove
 from lmlive.modules.tethers import TetherRecord
@@ -64,12 +64,18 @@ def admit_register(books: Books, call: Call) -> Work | None:
         if same and tether is not None:
             tether.table.close()
         return None
-    if outcome is Outcome.REFRESHED or layout is None:
+    copies_itself = message.mode == "engine_driven"
+    if copies_itself:
+        check_pool(message, tether)
+    if outcome is Outcome.REFRESHED or layout is None or copies_itself:
         if tether is not None:
             tether.table.close()
         registration = _enroll(books, call, facts)
         if outcome is not Outcome.REFRESHED:
-            books.entries.install(ContextEntry(registration))
+            entry = ContextEntry(registration)
+            if layout is not None:
+                entry.layout, entry.namespace, entry.strategy = layout, _namespace(facts, layout), message.strategy
+            books.entries.install(entry)
         call.reply(_answer(books, layout))
         return None
     if len(books.openings) >= OPENINGS_PER_THREAD * books.config.register_threads:
@@ -126,9 +132,12 @@ def _install(
         registration = _enroll(books, opening.joined[0], facts, mapped_bytes=context.mapped_bytes)
     except Exception as error:  # noqa: BLE001 - whoever joined must hear of it, whatever it is
         return error
-    namespace = Namespace(facts.model, facts.revision, layout.layout_key, facts.rank, facts.world_size)
-    books.entries.install(ContextEntry(registration, context, layout, namespace))
+    books.entries.install(ContextEntry(registration, context, layout, _namespace(facts, layout)))
     return None
+
+
+def _namespace(facts: Facts, layout: KVLayout) -> Namespace:
+    return Namespace(facts.model, facts.revision, layout.layout_key, facts.rank, facts.world_size)
 
 
 def _enroll(books: Books, call: Call, facts: Facts, *, mapped_bytes: int = 0) -> Registration:
@@ -171,7 +180,7 @@ def _read_facts(call: Call, message: Register, tether: TetherRecord | None) -> F
         revision=message.revision,
         rank=message.rank,
         world_size=message.world_size,
-        mode="server_driven" if message.groups else "none",
+        mode=message.mode if message.groups else "none",
         host=None if call.source is None else call.source.host,
         connection=None if call.source is None else call.source.connection,
     )

@@ -39,6 +39,8 @@ def remove(books: Books, removal: Removal, ended: Exit | None = None) -> Context
     reason = removal.reason.value
     entry = books.entries.detach(registration.generation)
     aborted = books.store.abort_owner(registration.generation)
+    if entry is not None:
+        books.prepared.removed(entry)
     for target in books.targets:
         tell(books, target.drop_instance_state, registration.instance_id)
     facts: dict[str, object] = {

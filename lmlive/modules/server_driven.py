@@ -18,24 +18,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmlive.cache.claims import Claim, Refused, Reservation
+from lmlive.cache.claims import Claim, Reservation
 from lmlive.cache.columns import Chunks
 from lmlive.clock import Clock
 from lmlive.device import backend
 from lmlive.errors import (
     InvalidLayout,
-    LMLiveError,
-    RequestTimeout,
-    ServerBusy,
     ServerStarting,
-    StaleGeneration,
-    UnknownInstance,
 )
 from lmlive.modules.books import Books
 from lmlive.modules.call import Call
 from lmlive.modules.checks import check_skip, check_writable, read_blocks, read_keys
-from lmlive.modules.events import note
 from lmlive.modules.handler import HandlerTable, Lane, Work
+from lmlive.modules.outcomes import (
+    borrow_prefix,
+    lose_corrupt,
+    not_live,
+    note_aborted,
+    store_reason,
+    too_late,
+    why_not,
+)
 from lmlive.modules.pieces import Checks, Pieces, Transfer
 from lmlive.protocol.messages import Retrieve, RetrieveReply, Store, StoreReply
 from lmlive.protocol.verbs import Verb
@@ -89,11 +92,11 @@ def _settle_store(
     store.copy_ended(reservation)
     store.give_back(claim.held)
     books.give_back(transfer.entry)
-    refusal = error or _why_not(books, transfer)
+    refusal = error or why_not(books, transfer.entry, transfer.call)
     if refusal is None and copied != reservation.chunks.size:
-        refusal = _too_late()
+        refusal = too_late()
     if refusal is not None:
-        _note_aborted(books, transfer, store.abort(reservation), refusal)
+        note_aborted(books, transfer.entry.registration, store.abort(reservation), refusal)
         transfer.call.fail(refusal)
         return
     published = books.publish(reservation, None if checks is None else checks.found)
@@ -101,35 +104,11 @@ def _settle_store(
     store.touch(prefix)
     tokens = prefix.size * transfer.chunk_tokens
     whole = prefix.size == len(transfer.keys)
-    transfer.call.reply(StoreReply(tokens, published.size, _reason(claim, published, whole=whole)).to_payload())
-
-
-def _reason(claim: Claim, published: Chunks, *, whole: bool) -> str:
-    """Say how a STORE that was published ended; ``whole``: all of its prompt is held now."""
-    if published.size < claim.indices.size:
-        return "gap"  # a CLEAR that came meanwhile took it: the caller stores again from token 0
-    refused = claim.refused
-    if whole and refused in {None, Refused.IN_PROGRESS}:
-        return "stored"  # others have completed what they were writing
-    return (refused or Refused.NO_SPACE).value  # without a refusal, its own head pushed out some of its tail
-
-
-def _note_aborted(books: Books, transfer: Transfer, chunks: int, refusal: BaseException) -> None:
-    """Write down what was given up, unless that was done already: at its worker's removal, or by a CLEAR."""
-    if not chunks or isinstance(refusal, ServerBusy):  # that never began
-        return
-    registration = transfer.entry.registration
-    facts: dict[str, object] = {
-        "instance_id": str(registration.instance_id),
-        "generation": registration.generation,
-        "reason": "deadline" if isinstance(refusal, RequestTimeout) else "copy",
-        "model": registration.model,
-        "rank": registration.rank,
-        "pid": registration.pid,
-        "chunks": chunks,
-    }
-    note(log, logging.WARNING, "store_aborted", facts)
-    books.emit("store_aborted", **facts)
+    transfer.call.reply(
+        StoreReply(
+            tokens, published.size, store_reason(published.size, claim.indices.size, claim.refused, whole=whole)
+        ).to_payload()
+    )
 
 
 def admit_retrieve(books: Books, call: Call) -> Work | None:
@@ -137,7 +116,7 @@ def admit_retrieve(books: Books, call: Call) -> Work | None:
     message = call.body(Retrieve)
     transfer = _check(books, call, message.keys, message.blocks, message.skip_tokens)
     check_writable(transfer.layout, transfer.blocks, transfer.skip_tokens)
-    chunks, leased = _borrow(books, transfer, message.lease)
+    chunks, leased = borrow_prefix(books, call, transfer.namespace, transfer.keys, message.lease)
     short = "lease_lost" if message.lease is not None and not leased else ""
     tokens = chunks.size * transfer.chunk_tokens
     if tokens <= transfer.skip_tokens:
@@ -163,18 +142,6 @@ class _Load:
     checks: Checks | None
 
 
-def _borrow(books: Books, transfer: Transfer, lease: str | None) -> tuple[Chunks, bool]:
-    """Pin the chunks that a RETRIEVE loads; tell whether its lease held the first of them."""
-    store = books.store
-    leased: Chunks | None = None
-    if lease is not None:
-        leased = books.leases.use(lease, transfer.namespace, transfer.keys, transfer.call.moment.running)
-    count = leased.size if leased is not None else 0
-    more = store.held(transfer.namespace, transfer.keys[count:])
-    store.borrow(more)
-    return more if leased is None else np.concatenate((leased, more)), leased is not None
-
-
 def _settle_retrieve(
     books: Books, transfer: Transfer, load: _Load, copied: object | None, error: BaseException | None
 ) -> None:
@@ -186,7 +153,7 @@ def _settle_retrieve(
     elif copied == load.indices.size or reply is not load.reply:
         transfer.call.reply(reply.to_payload())
     else:
-        transfer.call.fail(_why_not(books, transfer) or _too_late())
+        transfer.call.fail(why_not(books, transfer.entry, transfer.call) or too_late())
 
 
 def _checked(books: Books, transfer: Transfer, load: _Load, checks: Checks) -> RetrieveReply:
@@ -194,15 +161,7 @@ def _checked(books: Books, transfer: Transfer, load: _Load, checks: Checks) -> R
     if not checks.failed:
         return load.reply
     lost = int(load.indices[len(checks.found)])
-    books.store.lose(int(load.chunks[lost]))
-    registration = transfer.entry.registration
-    facts: dict[str, object] = {
-        "model": registration.model,
-        "rank": registration.rank,
-        "key": transfer.keys[lost].hex(),
-    }
-    note(log, logging.ERROR, "chunk_corrupt", facts)
-    books.emit("chunk_corrupt", **facts)
+    lose_corrupt(books, transfer.entry.registration, int(load.chunks[lost]), transfer.keys[lost])
     tokens = lost * transfer.chunk_tokens
     return RetrieveReply(tokens, "partial") if tokens > transfer.skip_tokens else RetrieveReply(0, "miss")
 
@@ -211,7 +170,7 @@ def _check(books: Books, call: Call, keys: bytes, blocks: Sequence[bytes], skip_
     """Refuse what does not fit the sender's layout."""
     entry = books.entries.find(call.header.instance_id)
     if entry is None or entry.generation != call.header.generation:
-        raise _not_live(books, call)
+        raise not_live(books, call)
     if entry.layout is None or entry.namespace is None or entry.context is None:
         raise InvalidLayout("registered without a cache: register with kv_caches to move KV", tensor="", field="groups")
     if books.pool is None:
@@ -259,26 +218,6 @@ def _may_continue(clock: Clock, transfer: Transfer) -> backend.MayContinue:
         return entry.live and (not deadline_ns or clock.now_ns() <= deadline_ns)
 
     return may_continue
-
-
-def _why_not(books: Books, transfer: Transfer) -> LMLiveError | None:
-    """Tell why a copy must not count; None if it may."""
-    if not transfer.entry.live:
-        return _not_live(books, transfer.call)
-    if transfer.call.deadline_passed(books.clock.now_ns()):
-        return _too_late()
-    return None
-
-
-def _not_live(books: Books, call: Call) -> LMLiveError:
-    generation = books.roster.generation_of(call.header.instance_id)
-    if not generation:
-        return UnknownInstance("not registered here (any more): register again", instance_id=call.header.instance_id)
-    return StaleGeneration("registered anew meanwhile: register again", generation=generation)
-
-
-def _too_late() -> RequestTimeout:
-    return RequestTimeout("the deadline passed before the copy was complete: allow more time, or move less")
 
 
 HANDLERS: HandlerTable = {Verb.STORE: admit_store, Verb.RETRIEVE: admit_retrieve}

@@ -131,6 +131,7 @@ class TetherRecord:
         table: The descriptors it sent.
         open: Whether the socket stands.
         closed_at: Seconds, once it does not.
+        has_pool: Whether the process was given the pool, and may copy by itself.
     """
 
     secret_hash: bytes
@@ -141,3 +142,4 @@ class TetherRecord:
     table: FdTable
     open: bool = True
     closed_at: float = 0.0
+    has_pool: bool = False

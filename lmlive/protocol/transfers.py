@@ -18,6 +18,8 @@ TAG_BYTES: Final = 16
 BLOCK_ID_BYTES: Final = 4
 MAX_BULK_BYTES: Final = 64 << 20
 """Bytes that one READ may ask for, and one WRITE may bring."""
+MAX_FRAMES: Final = 64
+"""Frames of one message, the first included; a longer one is read to its end and refused."""
 MAX_RANKS: Final = 4096
 """The largest world size; a LOOKUP asks about each rank, so this bounds what one request may cost."""
 

@@ -31,9 +31,9 @@ from lmlive.errors import (
     UnknownVerb,
 )
 from lmlive.liveness.watch import Moment
-from lmlive.modules import lookup, management, registration, server_driven, unregistration
+from lmlive.modules import engine_driven, inline, lookup, management, registration, server_driven, unregistration
 from lmlive.modules.books import Books
-from lmlive.modules.call import Call
+from lmlive.modules.call import Call, Frames
 from lmlive.modules.handler import Admit, Work
 from lmlive.protocol import versions
 from lmlive.protocol.codec import (
@@ -46,7 +46,8 @@ from lmlive.protocol.codec import (
     encode_reply,
 )
 from lmlive.protocol.messages import parse_request
-from lmlive.protocol.verbs import FENCED, TOUCHING, Verb
+from lmlive.protocol.transfers import MAX_BULK_BYTES, MAX_FRAMES
+from lmlive.protocol.verbs import FENCED, TOUCHING, WITH_BYTES, Verb
 from lmlive.server.fence import fence
 from lmlive.server.line import Line
 from lmlive.server.pings import PingLine
@@ -59,6 +60,8 @@ HANDLERS: Mapping[Verb, Admit] = {
     **registration.HANDLERS,
     **unregistration.HANDLERS,
     **server_driven.HANDLERS,
+    **engine_driven.HANDLERS,
+    **inline.HANDLERS,
     **lookup.HANDLERS,
 }
 
@@ -123,10 +126,11 @@ class Dispatcher:
             if call.deferred:
                 call.fail(error())
 
-    def on_message(self, peer: bytes, frames: list[bytes]) -> None:
+    def on_message(self, peer: bytes, frames: Frames) -> None:
         """Take one message; never raises."""
+        first = bytes(frames[0]) if frames else b""
         try:
-            header = decode_header(frames[0] if frames else b"")
+            header = decode_header(first)
         except ProtocolError:
             self.bad_frames += 1
             return
@@ -140,9 +144,9 @@ class Dispatcher:
             header.code == _PING
             and versions.SPOKEN.has(header.version)
             and len(frames) == 1
-            and len(frames[0]) <= self._max_bytes
+            and len(first) <= self._max_bytes
         ):
-            self._pings.take(peer, frames[0], header, moment)
+            self._pings.take(peer, first, header, moment)
             return
         self._take_request(peer, frames, header, moment)
 
@@ -163,7 +167,7 @@ class Dispatcher:
 
     # everything else
 
-    def _take_request(self, peer: bytes, frames: list[bytes], header: Header, moment: Moment) -> None:
+    def _take_request(self, peer: bytes, frames: Frames, header: Header, moment: Moment) -> None:
         call = Call(peer, header, moment, connection=None, answer=self._answer, twice=self._answered_twice)
         self._outstanding[call] = None
         self._quiet.clear()
@@ -178,8 +182,8 @@ class Dispatcher:
             self._refuse(call, error)
             return
         call.defer()
-        [frame] = frames
-        self._line.take(peer, len(frame), partial(self._begin, call, verb, frame))
+        call.bulk = frames[1:]
+        self._line.take(peer, sum(map(len, frames)), partial(self._begin, call, verb, bytes(frames[0])))
 
     def _begin(self, call: Call, verb: Verb, frame: bytes) -> None:
         """Take a request whose turn has come."""
@@ -198,7 +202,7 @@ class Dispatcher:
     def _refuse(self, call: Call, error: Exception) -> None:
         call.fail(versions.blame(call.header.version, error) if isinstance(error, LMLiveError) else error)
 
-    def _check(self, frames: list[bytes], header: Header) -> Verb:
+    def _check(self, frames: Frames, header: Header) -> Verb:
         """Tell whether this build, in its present state, serves this verb."""
         # A header is legible whatever version wrote it, and so is a HELLO, which names the whole range of its sender.
         if header.code != Verb.HELLO:
@@ -213,7 +217,7 @@ class Dispatcher:
             raise NotOwner(
                 f"{verb.name} is not served over TCP without keys: ask over this server's unix socket, or with keys"
             )
-        self._check_form(frames, header)
+        self._check_form(verb, frames, header)
         return verb
 
     def _check_state(self, verb: Verb) -> None:
@@ -224,12 +228,18 @@ class Dispatcher:
         if state == "draining" and verb in _REFUSED_WHILE_DRAINING:
             raise _draining()
 
-    def _check_form(self, frames: list[bytes], header: Header) -> None:
+    def _check_form(self, verb: Verb, frames: Frames, header: Header) -> None:
         """Refuse what no verb takes."""
-        size = sum(map(len, frames))
-        if size > self._max_bytes:
-            raise MessageTooLarge("over the server's limit: split it", size=size, limit=self._max_bytes)
-        if len(frames) != 1:
+        sizes = [len(frame) for frame in frames]
+        brings = verb in WITH_BYTES
+        size, limit = (max(sizes) if brings else sum(sizes)), self._max_bytes
+        if brings and size <= limit:
+            size, limit = sum(sizes[1:]), MAX_BULK_BYTES
+        if size > limit:
+            raise MessageTooLarge("over the server's limit: split it", size=size, limit=limit)
+        if brings and len(frames) > MAX_FRAMES:
+            raise InvalidPayload("too many frames: send longer ones", most=MAX_FRAMES, got=len(frames))
+        if not brings and len(frames) != 1:
             raise InvalidPayload("this verb takes one frame", expected=1, got=len(frames))
         if header.deadline_ns < 0:
             raise InvalidPayload("a deadline is no negative number: 0 is none", deadline_ns=header.deadline_ns)
@@ -316,10 +326,11 @@ class Dispatcher:
         self._outstanding.pop(call, None)
         if not self._outstanding:
             self._quiet.set()
+        bulk, call.bulk = call.bulk if error is None else (), ()
         if self._outbox is None:
             self.dropped_replies += 1
         else:
-            self._outbox.send(call.peer, [frame])
+            self._outbox.send(call.peer, [frame, *bulk])
 
     def _send_all(self, replies: Sequence[tuple[bytes, bytes]]) -> None:
         if self._outbox is None:

@@ -11,10 +11,12 @@ Loop thread only.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import zmq
+
+from lmlive.modules.call import Frames
 
 HIGH_WATER: Final = 128
 """Messages that libzmq queues for one peer, in each direction."""
@@ -43,7 +45,7 @@ class _Kept:
     __slots__ = ("nbytes", "replies")
 
     def __init__(self) -> None:
-        self.replies: deque[tuple[Sequence[bytes], int]] = deque()
+        self.replies: deque[tuple[Frames, int]] = deque()
         self.nbytes = 0
 
 
@@ -126,7 +128,7 @@ class Outgoing:
         self._touched = touched
         self._open = True
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+    def send(self, peer: bytes, frames: Frames) -> bool:
         """Send one reply; False if it was dropped: the peer is gone, or too much waits for it."""
         nbytes = sum(map(len, frames))
         if peer in self.kept or not self._may_leave(peer, nbytes):
@@ -184,7 +186,7 @@ class Outgoing:
     def _may_leave(self, peer: bytes, nbytes: int) -> bool:
         return nbytes <= LARGE_BYTES or self._flying.takes(peer, nbytes)
 
-    def _hand_over(self, peer: bytes, frames: Sequence[bytes], nbytes: int) -> None:
+    def _hand_over(self, peer: bytes, frames: Frames, nbytes: int) -> None:
         """Give a reply to libzmq.
 
         Raises:
@@ -197,7 +199,7 @@ class Outgoing:
         self._send_frame(peer, frames[-1], _NOBLOCK, nbytes)
         self.replies += 1
 
-    def _send_frame(self, peer: bytes, frame: bytes, flags: int, nbytes: int) -> None:
+    def _send_frame(self, peer: bytes, frame: bytes | memoryview, flags: int, nbytes: int) -> None:
         if nbytes <= LARGE_BYTES:
             self._send(frame, flags)
             return
@@ -205,7 +207,7 @@ class Outgoing:
         if tracker is not None:
             self._flying.add(peer, tracker, len(frame))
 
-    def _keep(self, peer: bytes, frames: Sequence[bytes], nbytes: int) -> bool:
+    def _keep(self, peer: bytes, frames: Frames, nbytes: int) -> bool:
         waiting = self.kept.get(peer) or _Kept()
         over = waiting.nbytes and waiting.nbytes + nbytes > self._peer_bytes
         if over or len(waiting.replies) >= self._most_kept or self._kept_bytes + nbytes > self._all_bytes:

@@ -23,7 +23,7 @@ from lmlive.modules.channels import suspect
 from lmlive.modules.management import hash_secret
 from lmlive.modules.removal import remove
 from lmlive.modules.tethers import Discard, FdTable, TetherRecord, Waiting, is_shared_memory
-from lmlive.protocol.tether import Offer
+from lmlive.protocol.tether import Offer, PoolRequest
 from lmlive.protocol.verbs import Role
 from lmlive.server.cgroups import Cgroups
 from lmlive.server.evidence import Sender
@@ -124,6 +124,30 @@ class Peers:
             self._books.roster.tethered(record.instance_id, record.evidence, record.pid)
         return len(table.slots)
 
+    def give_pool(self, peer: Peer, request: PoolRequest, sender: Sender) -> list[int]:
+        """Give descriptors of the pool to a worker that is to copy by itself; the caller closes them.
+
+        It has what it writes there held back until it says that it is done, or its process ends: so that must be told.
+
+        Raises:
+            InvalidHandle: It cannot have them; the tether stands on.
+            NotOwner: It is not the process of this tether.
+            ServerStarting: There is no pool yet.
+        """
+        record = peer.record
+        if record is None or (record.secret_hash, record.instance_id) != (
+            hash_secret(request.secret),
+            request.instance_id,
+        ):
+            raise NotOwner("a tether speaks for one worker: make an offer first")
+        if sender.uid != os.geteuid() or record.pid is None or record.pid != sender.pid:
+            raise InvalidHandle("the pool goes to the server's own user alone, and to the process that made the offer")
+        if record.evidence is not Evidence.PROCESS:
+            raise InvalidHandle("the pool goes to processes whose exit the kernel tells, and of this one it does not")
+        fds = self._books.share_pool()
+        record.has_pool = True
+        return fds
+
     def lose(self, peer: Peer) -> None:
         """Note that the socket ended: suspicion. The process is watched on."""
         self._close_socket(peer)
@@ -167,6 +191,7 @@ class Peers:
             self._registered(record) is not None
             or (opening is not None and opening.secret_hash == record.secret_hash)
             or books.leases.holds(record.secret_hash)
+            or books.prepared.holds(record.secret_hash)
         )
 
     def _registered(self, record: TetherRecord) -> Registration | None:

@@ -3,10 +3,10 @@
 Protocols alone, each in one place, so that a part can be tested with a stand-in and nobody names a class for its shape.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from lmlive.modules.call import Source
+from lmlive.modules.call import Frames, Source
 from lmlive.modules.handler import Work
 
 
@@ -23,7 +23,7 @@ class Outbox(Protocol):
         """Where the message that is being taken came from; None where that is not known."""
         ...
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+    def send(self, peer: bytes, frames: Frames) -> bool:
         """Send one reply without waiting; False if it was dropped, which the outbox counts."""
         ...
 

@@ -22,18 +22,17 @@ from typing import Final
 
 import zmq
 
-from lmlive.modules.call import Source
+from lmlive.modules.call import Frames, Source
+from lmlive.protocol.transfers import MAX_FRAMES
 from lmlive.server.curve import DoorKeys
 from lmlive.server.door import Doorkeeper
 from lmlive.server.lanes import in_thread
 from lmlive.server.outgoing import HIGH_WATER, KEPT, PEER_BYTES, Outgoing
 from lmlive.server.sockets import NOBLOCK, address_of, bind, configure, is_unix, seed_routing_ids, user_of
 
-MAX_FRAMES: Final = 64
-"""A message may have as many frames; of a longer one ``on_message`` gets the first 65, the rest is thrown away."""
-
-OnMessage = Callable[[bytes, list[bytes]], None]
-"""Gets (peer, frames) of each message: one frame or more, any of which may be empty."""
+OnMessage = Callable[[bytes, Frames], None]
+"""Gets (peer, frames) of each message: one frame or more, any of which may be empty; of one with more than MAX_FRAMES
+one more than that, the rest is thrown away."""
 
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -209,7 +208,7 @@ class Router:
         self._door.look()
         return url
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+    def send(self, peer: bytes, frames: Frames) -> bool:
         """Send one reply without waiting.
 
         Args:
@@ -288,9 +287,10 @@ class Router:
                 count += 1
                 left -= 1
                 body = frame.bytes
-                if len(body) > _LARGE_BYTES:
-                    left -= len(body) // _LARGE_BYTES
-                frames = self._rest(body) if frame.more else [body]
+                frames: Frames = self._rest(body) if frame.more else [body]
+                size = sum(map(len, frames)) if frame.more else len(body)
+                if size > _LARGE_BYTES:
+                    left -= size // _LARGE_BYTES
                 self._frame = frame
                 try:
                     on_message(peer, frames)
@@ -310,13 +310,13 @@ class Router:
         elif self._outgoing.kept:
             self._outgoing.flush()  # woken for no message: a peer that was full has read
 
-    def _rest(self, first: bytes) -> list[bytes]:
-        """Read the other frames of a message; what is beyond the limit is left to ``_discard``."""
-        frames = [first]
+    def _rest(self, first: bytes) -> Frames:
+        """Read the other frames of a message, not copied; what is beyond the limit is left to ``_discard``."""
+        frames: list[bytes | memoryview] = [first]
         more = True
         while more and len(frames) <= MAX_FRAMES:
             frame = self._recv(NOBLOCK, False)
-            frames.append(frame.bytes)
+            frames.append(frame.buffer)
             more = frame.more
         self._discarding = more
         return frames

@@ -19,6 +19,7 @@ from lmlive.device.backend import DeviceBackend
 from lmlive.device.pool import PoolMemory
 from lmlive.errors import LMLiveError, ServerDraining, StartError
 from lmlive.liveness.target import InstanceLivenessTarget
+from lmlive.modules.books import no_pool
 from lmlive.modules.handler import Lane
 from lmlive.modules.removal import remove
 from lmlive.server.assembly import Parts, check_extras
@@ -195,6 +196,7 @@ class LivenessServer:
         if not whole or self.state is not State.STARTING:
             raise StartError("the server was closed while it started")
         parts.books.pool = pool.view
+        parts.books.share_pool = pool.share
         parts.books.state = "serving"
         self.state = State.SERVING
         log.info("serving bind=%s http=%s epoch=%016x", ",".join(self.urls), self.http_url or "off", self.epoch)
@@ -278,6 +280,7 @@ class LivenessServer:
             books = parts.books
             for removal in books.roster.remove_all(books.moment()):
                 remove(books, removal)
+            books.prepared.end_all()
             await self._quiet(parts, CUT_OFF_SECONDS, asyncio.Event())
             await parts.releases.settled()
             parts.tethers.close()
@@ -327,6 +330,7 @@ class LivenessServer:
 
     async def _close_pool(self, parts: Parts) -> None:
         parts.books.pool = None
+        parts.books.share_pool = no_pool
         if self._copying:
             log.error("the pool is not unmapped because a copy still runs: it ends with the process")
         elif self._pool is not None:

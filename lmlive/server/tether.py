@@ -15,10 +15,27 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from lmlive.errors import InternalError, InvalidPayload, LMLiveError, NotOwner, ServerBusy
+from lmlive.errors import (
+    InternalError,
+    InvalidHandle,
+    InvalidPayload,
+    LMLiveError,
+    NotOwner,
+    ServerBusy,
+    ServerStarting,
+)
 from lmlive.modules.books import Books
-from lmlive.modules.tethers import Discard
-from lmlive.protocol.tether import MAX_FDS, MAX_PACKET_BYTES, Greeting, Offer, Receipt, encode_refusal
+from lmlive.modules.tethers import Discard, close_all
+from lmlive.protocol.tether import (
+    MAX_FDS,
+    MAX_PACKET_BYTES,
+    Greeting,
+    Offer,
+    PoolGrant,
+    Receipt,
+    decode_word,
+    encode_refusal,
+)
 from lmlive.server.evidence import ANCILLARY_BYTES, Sender, ask_for_sender, peer_uid, read_sender
 from lmlive.server.peers import Peer, Peers
 from lmlive.server.turn import Turn
@@ -174,7 +191,7 @@ class Tethers:
             return
         sender = Sender()
         try:
-            sock.send(Receipt(self._take(peer, sock, received, sender)).encode())
+            self._answer(peer, sock, received, sender)
         except LMLiveError as error:
             self._refuse(sock, error)
             if peer.record is None or not isinstance(error, ServerBusy):
@@ -206,12 +223,24 @@ class Tethers:
         else:
             self._loop.add_reader(sock.fileno(), self._on_packet, peer, sock)
 
-    def _take(self, peer: Peer, sock: socket.socket, received: Received, sender: Sender) -> int:
-        """Take an offer, and give how many descriptors its table holds now."""
+    def _answer(self, peer: Peer, sock: socket.socket, received: Received, sender: Sender) -> None:
+        """Take an offer, or give the pool."""
         packet, ancillary, flags, _ = received
         read_sender(sock, ancillary, sender, peer.started)
         _check_whole(flags)
-        return self.peers.take_offer(peer, Offer.decode(packet), sender)
+        word = decode_word(packet)
+        if isinstance(word, Offer):
+            sock.send(Receipt(self.peers.take_offer(peer, word, sender)).encode())
+            return
+        try:
+            fds = self.peers.give_pool(peer, word, sender)
+        except (InvalidHandle, ServerStarting) as error:
+            self._refuse(sock, error)  # there are other ways to copy: the tether stands on
+            return
+        try:
+            socket.send_fds(sock, [PoolGrant(self._books.config.pool_bytes, len(fds)).encode()], fds)
+        finally:
+            close_all(fds)
 
 
 def _check_whole(flags: int) -> None:

@@ -14,6 +14,7 @@ class Reply(NamedTuple):
 
     header: Header
     payload: list[Any]
+    bulk: tuple[bytes, ...] = ()
 
     def result(self) -> list[Any]:
         """Give the payload of a success.
@@ -106,7 +107,7 @@ class MemoryDealer:
             return
         waiter = self._waiting.get(header.request_id)
         if waiter is not None and not waiter.done():
-            waiter.set_result(Reply(header, decode_body(frames[0])))
+            waiter.set_result(Reply(header, decode_body(frames[0]), tuple(frames[1:])))
         else:
             self.inbox.put_nowait(list(frames))
 

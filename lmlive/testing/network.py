@@ -208,14 +208,14 @@ class MemoryRouter:
         self._open = True
         self.network.attach(self)
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+    def send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Send one reply; False if the peer is gone."""
         dealer = self.dealers.get(peer)
         if dealer is None:
             self.dropped_gone += 1
             return False
         self.replies += 1
-        whole = tuple(frames)
+        whole = tuple(map(bytes, frames))
         self.network.carry(Message("peer", peer, whole, lambda: dealer.receive(whole)))
         return True
 

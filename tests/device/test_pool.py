@@ -7,7 +7,7 @@ import pytest
 
 from lmlive.device import pool, syscalls
 from lmlive.device.pool import GroupMemory, PoolMemory, available_memory, read_available_memory
-from lmlive.errors import InternalError, StartError
+from lmlive.errors import InternalError, InvalidHandle, StartError
 from tests.device.memfds import Asked, mappings_of, open_fds
 
 MIB = 1 << 20
@@ -214,3 +214,10 @@ def test_huge_pages_round_up_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     assert progress.calls == [(3 * MIB,)]
     memory.close()
     assert mappings_of("lmlive-pool") == []
+
+
+def test_a_pool_in_a_named_file_is_not_shared(tmp_path: Path) -> None:
+    pool = PoolMemory(1 << 20, path=tmp_path / "pool")
+    with pytest.raises(InvalidHandle):
+        pool.share()
+    pool.close()

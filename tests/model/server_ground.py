@@ -234,7 +234,7 @@ class TracedRouter(MemoryRouter):
         self.trace = trace
         self.connections_of = {}
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+    def send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         self.trace.note("reply", peer, frames[0])
         return super().send(peer, frames)
 

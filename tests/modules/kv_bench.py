@@ -85,9 +85,10 @@ class Pending:
     def __init__(self) -> None:
         self.answers: list[list[object] | BaseException] = []
         self.work: Work | None = None
+        self.bulk: Sequence[bytes | memoryview] = ()
 
     def take(self, call: Call, payload: list[object] | bytes | None, error: BaseException | None) -> None:
-        del call
+        self.bulk = call.bulk
         assert not isinstance(payload, bytes)
         self.answers.append(error if payload is None and error is not None else payload or [])
 

@@ -258,13 +258,33 @@ def test_descriptors_must_have_come_and_serve_once() -> None:
     assert "send the table again" in str(other.answer)
 
 
+def test_a_worker_that_copies_by_itself_brings_its_layout_and_its_strategy_alone() -> None:
+    registry = Registry()
+    record = registry.tether()
+    wrong = registry.register(mode="engine_driven", handles=(), strategy="auto").answer
+    assert isinstance(wrong, InvalidLayout)
+    assert wrong.field == "strategy"
+    assert isinstance(registry.register(mode="engine_driven", handles=(), strategy="shm").answer, InvalidHandle)
+    record.has_pool = True
+    assert not isinstance(registry.register(mode="engine_driven", handles=(), strategy="shm").answer, BaseException)
+    [entry] = registry.books.entries
+    assert (entry.strategy, entry.context, entry.registration.mode) == ("shm", None, "engine_driven")
+    assert registry.register(mode="engine_driven", handles=(), strategy="shm").work is None
+    assert registry.books.entries.find(7) is entry
+    registry.register(mode="engine_driven", handles=(), strategy="inline")
+    successor = registry.books.entries.find(7)
+    assert successor is not None
+    assert (successor.strategy, successor.generation) == ("inline", entry.generation + 1)
+    last = registry.registered()
+    assert (last.strategy, last.registration.mode) == ("", "server_driven")
+
+
 def test_what_cannot_be_served_names_field_and_reason() -> None:
     registry = Registry()
     record = registry.tether()
     engine_driven = registry.register(mode="engine_driven").answer
     assert isinstance(engine_driven, InvalidLayout)
-    assert engine_driven.field == "mode"
-    assert "not in this build" in str(engine_driven)
+    assert engine_driven.field == "handles"
     odd = Plane(handle=0, offset=0, stride=RUN, run=RUN, in_block_shape=(BLOCK,), stride_order=(0,))
     uneven = registry.register(groups=(Group(24, 8, (odd,)),)).answer
     assert isinstance(uneven, InvalidLayout)

@@ -26,9 +26,9 @@ class Outbox:
         self.has_credential = True
         self.source: Source | None = None
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
-        [frame] = frames
-        self.sent.append((peer, frame))
+    def send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+        first, *self.bulk = map(bytes, frames)
+        self.sent.append((peer, first))
         return True
 
     def send_all(self, replies: Iterable[tuple[bytes, bytes]]) -> None:

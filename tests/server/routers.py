@@ -45,9 +45,10 @@ class Answering:
         """Answer in a pass of the loop of its own, as the outcome of a lane's work is."""
         asyncio.get_running_loop().call_soon(self.at_once, peer, frames)
 
-    def _take(self, peer: bytes, frames: list[bytes]) -> None:
-        self.seen.append((peer, frames))
-        self.answer(peer, frames)
+    def _take(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
+        copied = [bytes(frame) for frame in frames]
+        self.seen.append((peer, copied))
+        self.answer(peer, copied)
 
 
 @contextlib.asynccontextmanager

@@ -143,16 +143,11 @@ async def test_another_version_is_told_ours() -> None:
         assert (refused.server_max, refused.peer_min) == (1, 2)
 
 
-async def test_an_unknown_verb_and_one_of_another_build_are_told_so() -> None:
+async def test_an_unknown_verb_is_told_so() -> None:
     house = House()
     for verb in (0, 18, 20, 65_535):
         house.ask(verb, [])
         assert isinstance(house.error(), UnknownVerb)
-    for named in (Verb.PREPARE_STORE, Verb.COMMIT_STORE, Verb.PREPARE_RETRIEVE):
-        house.ask(named, [])
-        refused = house.error()
-        assert isinstance(refused, UnknownVerb)
-        assert "not in this build" in str(refused)
 
 
 async def test_a_message_over_the_limit_names_size_and_limit() -> None:
@@ -166,7 +161,7 @@ async def test_a_message_over_the_limit_names_size_and_limit() -> None:
     assert isinstance(house.error(), MessageTooLarge)
 
 
-@pytest.mark.parametrize("trouble", ["too large", "frames", "draining", "build", "deadline"])
+@pytest.mark.parametrize("trouble", ["too large", "frames", "draining", "deadline"])
 async def test_whatever_becomes_of_a_request_its_sender_lives(trouble: str) -> None:
     house = House(max_message_bytes=4096)
     house.registry.register(**BARE)
@@ -174,7 +169,7 @@ async def test_whatever_becomes_of_a_request_its_sender_lives(trouble: str) -> N
     house.registry.pass_time(1.0)
     if trouble == "draining":
         house.books.state = "draining"
-    verb = Verb.PREPARE_STORE if trouble == "build" else Verb.STORE
+    verb = Verb.STORE
     deadline_ns = -1 if trouble == "deadline" else 0
     frame = encode_request(verb, 1, STORE, instance_id=7, epoch=EPOCH, generation=1, deadline_ns=deadline_ns)
     house.send(*{"too large": [frame, bytes(4096)], "frames": [frame, b""]}.get(trouble, [frame]))

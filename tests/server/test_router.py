@@ -13,7 +13,8 @@ import pytest
 import zmq
 
 from lmlive.errors import StartError
-from lmlive.server.router import MAX_FRAMES, OnMessage, Router
+from lmlive.protocol.transfers import MAX_FRAMES
+from lmlive.server.router import OnMessage, Router
 from lmlive.server.sockets import is_unix
 from tests.conftest import eventually
 from tests.server.routers import TCP, Answering, answering, ask, dealers, throw_bytes
