@@ -34,7 +34,7 @@ def _own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--pool-bytes", "lots"], ["--pool-bytes", "lots"]),
         (["--device", "cuda"], ["--device", "cuda", "not in this build"]),
         (["--worker-reap-timeout-seconds", "5"], ["--worker-reap-timeout-seconds", "5", "30"]),
-        (["--tier", "file:///x"], ["--tier", "not in this build"]),
+        (["--tier", "s3://x"], ["--tier", "s3://x", "file:///", "valkey://"]),
     ],
 )
 def test_bad_flags_exit_2_with_flag_value_and_rule(
