@@ -66,7 +66,8 @@ class _Prefetch:
         "held",
         "keys",
         "places",
-        "steps",
+        "plan",
+        "step",
         "under_way",
         "waiters",
     )
@@ -81,7 +82,8 @@ class _Prefetch:
         self.waiters: dict[object, Callable[[], None]] = {}
         self.asked: list[Link] = []  # who is to be asked yet what it has
         self.found: list[tuple[Link, list[int]]] = []
-        self.steps: list[_Step] = []  # the next one last
+        self.plan: Iterator[_Step] = iter(())  # made as its turn comes: a prompt may have thousands of chunks
+        self.step: _Step | None = None  # the next one
         self.under_way = 0
         self.ended = False
         self.cancel: Cancel | None = None
@@ -177,9 +179,10 @@ class Prefetches:
         """Begin what can begin: those that came first have the tiers first."""
         for prefetch in tuple(self._active.values()):
             self._ask(prefetch)
-            while prefetch.steps and not prefetch.ended and self._load_next(prefetch):
-                pass
-            if not (prefetch.under_way or prefetch.asked or prefetch.steps):
+            while prefetch.step is not None and self._load(prefetch, prefetch.step):
+                step = next(prefetch.plan, None)
+                prefetch.step = step if step is not None and step.at < prefetch.end else None
+            if not (prefetch.under_way or prefetch.asked or prefetch.step):
                 self._end(prefetch)
 
     def _ask(self, prefetch: _Prefetch) -> None:
@@ -206,7 +209,8 @@ class Prefetches:
                 prefetch.found.append((link, counts))
             if not prefetch.under_way and (not prefetch.asked or any(any(counts) for _, counts in prefetch.found)):
                 prefetch.asked = []  # a tier all of whose threads hang holds up no other one
-                prefetch.steps = list(self._plan(prefetch))[::-1]
+                prefetch.plan = self._plan(prefetch)
+                prefetch.step = next(prefetch.plan, None)
         self._go_on()
 
     def _plan(self, prefetch: _Prefetch) -> Iterator[_Step]:
@@ -222,49 +226,42 @@ class Prefetches:
             for at, place in enumerate(prefetch.places):
                 yield _Step(index, place, [link for link, end in links[at] if index < end])
 
-    def _load_next(self, prefetch: _Prefetch) -> bool:
-        """Begin to load the next chunk, or find that it needs none; False: not now."""
-        step = prefetch.steps[-1]
+    def _load(self, prefetch: _Prefetch, step: _Step) -> bool:
+        """Begin to load a chunk, or find that it needs not be, or cannot; False: not now."""
         store, pool = self._books.store, self._books.pool
         namespace, nbytes = step.place
         key = prefetch.keys[step.at]
         loading = self._loading.get((namespace, key))
-        if step.at >= prefetch.end:
-            prefetch.steps.clear()
-        elif store.held(namespace, [key]).size:
-            prefetch.steps.pop()
-        elif loading is not None:  # for another one, or given up: its end is waited for
-            prefetch.steps.pop()
+        if store.held(namespace, [key]).size:
+            return True
+        if loading is not None:  # for another one, or given up: its end is waited for
             prefetch.under_way += 1
             loading.waiters.append((prefetch, step.at))
-        elif not step.links or pool is None or prefetch.budget < nbytes:
+            return True
+        if not step.links or pool is None or prefetch.budget < nbytes:
             self._cut(prefetch, step.at)
-        elif step.links[0].reading >= READS_AT_ONCE:
+            return True
+        if step.links[0].reading >= READS_AT_ONCE:
             return False
-        else:
-            claim = store.claim(namespace, [key], nbytes, OWNER)
-            prefetch.steps.pop()
-            if claim.reservation is not None:
-                prefetch.budget -= nbytes
-                self._load(prefetch, step, claim.reservation, pool)
-            elif claim.refused is not Refused.IN_PROGRESS:  # a STORE brings that one
-                self._cut(prefetch, step.at)
+        claim = store.claim(namespace, [key], nbytes, OWNER)
+        if claim.reservation is not None:
+            prefetch.budget -= nbytes
+            start = int(store.offsets(claim.reservation.chunks)[0])
+            self._begin_load(prefetch, step, claim.reservation, pool[start : start + nbytes])
+        elif claim.refused is not Refused.IN_PROGRESS:  # a STORE brings that one
+            self._cut(prefetch, step.at)
         return True
 
-    def _load(self, prefetch: _Prefetch, step: _Step, reservation: Reservation, pool: Bytes) -> None:
-        store = self._books.store
-        store.copy_started(reservation)
+    def _begin_load(self, prefetch: _Prefetch, step: _Step, reservation: Reservation, into: Bytes) -> None:
         namespace, nbytes = step.place
         key = prefetch.keys[step.at]
-        loading = _Loading(reservation)
-        self._loading[namespace, key] = loading
+        self._books.store.copy_started(reservation)
+        loading = self._loading[namespace, key] = _Loading(reservation)
         loading.waiters.append((prefetch, step.at))
         prefetch.under_way += 1
         step.links[0].reading += 1
-        start = int(store.offsets(reservation.chunks)[0])
         tiers = [link.tier for link in step.links]
-        sums = self._books.config.checksum
-        run = partial(_load, tiers, namespace, key, pool[start : start + nbytes], prefetch.deadline, sums=sums)
+        run = partial(_load, tiers, namespace, key, into, prefetch.deadline, sums=self._books.config.checksum)
         settle = partial(self._loaded, loading, (namespace, key), step.links)
         self._submit(Work(Lane.TIER, run, settle, cost=nbytes))
 
@@ -303,7 +300,7 @@ class Prefetches:
             return
         prefetch.ended = True
         prefetch.asked = []
-        prefetch.steps = []
+        prefetch.step = None
         if prefetch.cancel is not None:
             prefetch.cancel()
         del self._active[tuple(prefetch.places), prefetch.keys[-1]]

@@ -51,6 +51,7 @@ class Tiers:
         self._behind = [Behind(books, submit, link) for link in self.links]
         self._prefetches = Prefetches(books, submit, self.links)
         self._stopped = False
+        self._told_refused = 0
         self._counts_due = books.clock.now() + COUNTS_SECONDS
 
     @property
@@ -133,6 +134,10 @@ class Tiers:
         """Say what each tier did, if it did more."""
         for link in self.links:
             link.tell_counts()
+        refused = self._prefetches.refused
+        if refused > self._told_refused:
+            self._told_refused = refused
+            note(log, logging.INFO, "tier_busy", {"lookups": refused})
 
     def stop_fetching(self) -> None:
         """Fetch nothing more."""

@@ -306,12 +306,18 @@ def test_where_there_is_no_room_it_ends() -> None:
     assert resting(bench)
 
 
-def test_too_many_prompts_are_answered_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_prompts_are_answered_from_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(prefetch, "MOST_PREFETCHES", 1)
     bench = TierBench()
     saved(bench)
     asked = bench.ask_lookup(PROMPT)
     assert bench.ask_lookup(range(8)).answer == MISS
+    caplog.set_level("INFO")
+    for _ in range(2):
+        bench.together.tell_counts()
+    assert caplog.text.count("tier_busy lookups=1") == 1
     bench.run()
     assert asked.answer == [24, "lease-1", 60.0, "hit"]
 
