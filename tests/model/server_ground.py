@@ -102,10 +102,16 @@ class InlineLanes:
         hangs: Callable[[Lane], bool],
         register_threads: int = 4,
         transfer_threads: int = 2,
+        tier_threads: int = 4,
     ) -> None:
         self._loop = loop
         self._hangs = hangs
-        self._limits = {Lane.REGISTER: register_threads, Lane.TRANSFER: transfer_threads, Lane.RELEASE: 16}
+        self._limits = {
+            Lane.REGISTER: register_threads,
+            Lane.TRANSFER: transfer_threads,
+            Lane.TIER: tier_threads,
+            Lane.RELEASE: 16,
+        }
         self._waiting: deque[Work] = deque()
         self._hung: dict[int, Work] = {}
         self._outcomes: dict[int, Outcome] = {}
