@@ -113,7 +113,7 @@ class Requests:
             payload,
             deadline=CLOCK.now() + within,
             late=lambda _: None,
-            **(self.header | header),
+            **cast("dict[str, Any]", self.header | header),
         )
 
 

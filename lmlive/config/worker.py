@@ -47,10 +47,10 @@ class WorkerConfig:
         "first_request", choice("first_request", "register"), "what the first PING waits for"
     )
     mode: Setting[str, str] = Setting(
-        "auto", choice("auto", "server_driven", later=("engine_driven",)), "who copies KV: the server or the engine"
+        "auto", choice("auto", "server_driven", "engine_driven"), "who copies KV: the server or the engine"
     )
     strategy: Setting[str, str] = Setting(
-        "auto", choice("auto", later=("shm", "inline")), "how KV travels where the engine copies it"
+        "auto", choice("auto", "shm", "inline"), "how KV travels where the engine copies it"
     )
     device: Setting[str, str] = Setting("auto", choice("auto", "host", later=("cuda", "fake-cuda")), "kind of memory")
     strict: Setting[bool, bool] = Setting(

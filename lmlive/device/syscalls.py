@@ -24,6 +24,7 @@ PAGE_BYTES = mmap.PAGESIZE
 STEP_BYTES = 64 << 20
 """How much one prefault or allocation call may touch: tens of milliseconds."""
 
+MADV_DONTFORK = 10
 MADV_HUGEPAGE = 14
 MADV_DONTDUMP = 16
 MADV_POPULATE_READ = 22
@@ -120,9 +121,9 @@ def close_foreign(fd: int) -> None:
         os.close(fd)
 
 
-def map_shared(fd: int, nbytes: int) -> int:
-    """Map the first ``nbytes`` of a file for reading and writing, left out of core dumps; give the address."""
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+def map_shared(fd: int, nbytes: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
+    """Map the first ``nbytes`` of a file, left out of core dumps; give the address."""
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == _MAP_FAILED:
         _raise("mmap")
     _libc.madvise(address, nbytes, MADV_DONTDUMP)

@@ -45,6 +45,8 @@ from lmlive.protocol.messages import (
 )
 from lmlive.protocol.verbs import Verb
 
+GRACE = 0.25
+"""Seconds after its deadline in which a worker may still say that its copy is over."""
 _CHECKSUM_BYTES = 8
 
 
@@ -261,8 +263,9 @@ def _slots_of(books: Books, asked: Asked, prepared: Prepared, tokens: int, reaso
 
 
 def _seconds_left(books: Books, call: Call) -> float:
+    """Give how long a lease is good for: so long that what comes too late is late, and not unknown."""
     deadline_ns = call.header.deadline_ns
-    return (deadline_ns - books.clock.now_ns()) / 1e9 if deadline_ns else float("inf")
+    return (deadline_ns - books.clock.now_ns()) / 1e9 + GRACE if deadline_ns else float("inf")
 
 
 HANDLERS: HandlerTable = {

@@ -18,7 +18,7 @@ from typing import Any, Final, Self, TypeVar
 from lmlive.config import WorkerConfig
 from lmlive.errors import RequestTimeout
 from lmlive.protocol.verbs import Verb
-from lmlive.worker.exchange import GRACE
+from lmlive.worker.flight import GRACE
 from lmlive.worker.hosted import Host, HostedScheduler, HostedWorker
 from lmlive.worker.private import CLOCK, Call
 from lmlive.worker.results import BlockId, LookupResult, RetrieveResult, Settled, StoreResult

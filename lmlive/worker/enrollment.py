@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lmlive.cache.layout import KVLayout
+from lmlive.device.pool_view import PoolView
 from lmlive.errors import InvalidLayout
 from lmlive.protocol.codec import MAX_TEXT_BYTES
 from lmlive.protocol.parts import MAX_AXES, MAX_PLANES
 from lmlive.worker.cell import NOWHERE, Cell
 from lmlive.worker.hello import ServerFacts
 from lmlive.worker.memory import WorkerMemory
+from lmlive.worker.ways import Way, ways_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,10 @@ class Enrollment:
         world_size: How many parts.
         kv_dtype: Element type of the cache.
         format: What its shape cannot show.
-        groups: KV groups as REGISTER takes them; empty without a cache.
+        groups: KV groups as REGISTER takes them where the server copies; empty without a cache.
+        own_groups: The same where the worker copies.
         handles: (descriptor, bytes) of its memory.
+        mirror_note: What it costs that some of it is only a mirror; empty where none is.
         mode: Who shall copy; "auto" takes what there is, also nothing.
         strategy: How KV shall travel where the engine copies.
     """
@@ -44,18 +48,34 @@ class Enrollment:
     kv_dtype: str = ""
     format: str = ""
     groups: Sequence[list[object]] = ()
+    own_groups: Sequence[list[object]] = ()
     handles: Sequence[tuple[int, int]] = field(default=(), repr=False)
+    mirror_note: str = ""
     mode: str = "auto"
     strategy: str = "auto"
 
     def with_memory(self, layout: KVLayout, memory: WorkerMemory) -> "Enrollment":
         """Give the same with a cache."""
         return replace(
-            self, kv_dtype=layout.kv_dtype, format=layout.format, groups=memory.groups, handles=tuple(memory.handles)
+            self,
+            kv_dtype=layout.kv_dtype,
+            format=layout.format,
+            groups=memory.groups,
+            own_groups=memory.own_groups,
+            handles=tuple(memory.handles),
+            mirror_note=memory.mirror_note,
         )
 
-    def payload(self, *, carries_kv: bool) -> list[object]:
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """How KV may travel, the best way first; none without a cache."""
+        if not self.own_groups:
+            return ()
+        return ways_of(self.mode, self.strategy, mirrored=bool(self.mirror_note))
+
+    def payload(self, way: Way) -> list[object]:
         """Give REGISTER's payload, with the cache or without it."""
+        carries_kv, shares = way is not Way.NONE, way is Way.SERVER_DRIVEN
         return [
             self.secret,
             self.model,
@@ -64,10 +84,10 @@ class Enrollment:
             self.world_size,
             self.kv_dtype if carries_kv else "",
             self.format if carries_kv else "",
-            "server_driven" if carries_kv else "none",
-            self.strategy,
-            list(self.groups) if carries_kv else [],
-            [["fd", index, nbytes] for index, (_, nbytes) in enumerate(self.handles)] if carries_kv else [],
+            "engine_driven" if way.copies_itself else way.value,
+            way.value if way.copies_itself else self.strategy,
+            list(self.groups if shares else self.own_groups if carries_kv else ()),
+            [["fd", index, nbytes] for index, (_, nbytes) in enumerate(self.handles)] if shares else [],
         ]
 
 
@@ -95,9 +115,16 @@ class View(NamedTuple):
     Args:
         cell: The registration.
         facts: What the server told; None before the first HELLO.
-        carries_kv: Whether the server can reach the worker's memory.
+        way: How KV travels; "none" where the server cannot reach the worker's memory.
+        pool: The server's, mapped here, where the worker copies to and from it.
     """
 
     cell: Cell = NOWHERE
     facts: ServerFacts | None = None
-    carries_kv: bool = False
+    way: Way = Way.NONE
+    pool: PoolView | None = None
+
+    @property
+    def carries_kv(self) -> bool:
+        """Whether KV travels at all."""
+        return self.way is not Way.NONE

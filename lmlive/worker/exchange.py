@@ -10,7 +10,7 @@ The loop that owns the worker.
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from lmlive.clock import Clock
 from lmlive.config import WorkerConfig
@@ -19,41 +19,22 @@ from lmlive.protocol.messages import Ping
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.crew import Crew
 from lmlive.worker.dealer import Context
+from lmlive.worker.engine_driven import Attempt, Engine
 from lmlive.worker.enrollment import View
+from lmlive.worker.flight import GRACE, Flight
 from lmlive.worker.heartbeat import Heartbeat
 from lmlive.worker.hello import ServerFacts, say_hello
 from lmlive.worker.link import Link
+from lmlive.worker.memory import WorkerMemory
 from lmlive.worker.order import Order
 from lmlive.worker.outcome import MET_ANOTHER, UNREGISTERED
 from lmlive.worker.reply import Reply
 from lmlive.worker.slots import Slots
 from lmlive.worker.unsettled import Doubt, Unsettled
+from lmlive.worker.ways import Way
 
-GRACE: Final = 0.25
-"""Seconds after its deadline for which a request's terminal answer is waited for."""
 SOON: Final = 0.5
 """A call that has no more seconds than these is left to its deadline, also if the server stopped to answer."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One call on its way.
-
-    Args:
-        touching: Whether the server, or a copy of ours, may touch the caller's blocks now.
-        cancelled: Whether the caller gave up.
-        silenced: Whether it was ended before anything was sent, because the server stopped to answer.
-        doubt: The retrieve that was sent last; None for a store, or if nothing was sent.
-        task: Carries it out.
-        request: What waits for its reply; None while nothing does.
-    """
-
-    touching: bool = False
-    cancelled: bool = False
-    silenced: bool = False
-    doubt: Doubt | None = None
-    task: asyncio.Task[Any] | None = None
-    request: asyncio.Future[Reply] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +44,12 @@ class Answer:
     Args:
         reply: The last attempt's.
         facts: Of the server it went to.
+        way: How KV travelled.
     """
 
     reply: Reply
     facts: ServerFacts
+    way: Way
 
 
 class NothingToSend(Exception):
@@ -83,8 +66,9 @@ class Exchange:
         secret: The worker's.
         heart: Knows the registration, and renews it.
         unsettled: Told of every retrieve.
+        memory: Its blocks, for copies of its own.
         config: Patience.
-        crew: Hashes long prompts.
+        crew: Hashes long prompts, and copies.
         clock: For deadlines.
         counters: Counted into.
     """
@@ -98,6 +82,7 @@ class Exchange:
         secret: bytes,
         heart: Heartbeat,
         unsettled: Unsettled,
+        memory: WorkerMemory,
         config: WorkerConfig,
         crew: Crew,
         clock: Clock,
@@ -115,6 +100,16 @@ class Exchange:
         self._greeted = 0
         self._greeting: asyncio.Task[int] | None = None
         self._slots = Slots()
+        self._mirrored = memory.mirrored
+        self._engine = Engine(
+            self.link,
+            memory,
+            instance_id=instance_id,
+            unsettled=unsettled,
+            crew=crew,
+            clock=clock,
+            connect_timeout=config.connect_timeout,
+        )
 
     async def run(self, order: Order, flight: Flight) -> Answer:
         """Send an order until it has a terminal answer, or its deadline and grace are over.
@@ -143,7 +138,7 @@ class Exchange:
                 register_again = False
                 continue
             async with self._slots.one(facts.limits["in_flight"], order.deadline - self._clock.now()):
-                answer = await self._send(order, payload, view, facts, flight)
+                answer = await self._try(order, payload, view, facts, flight)
             error = answer.reply.error
             if isinstance(error, StaleEpoch) and error.fields.get("hello") and hello_again:
                 self._greeted, hello_again = 0, False
@@ -160,7 +155,7 @@ class Exchange:
         Raises:
             LMLiveError: There was no answer within so many seconds.
         """
-        (cell, facts, _), now = self._heart.view, self._clock.now()
+        (cell, facts, *_), now = self._heart.view, self._clock.now()
         self._counters["probes"] += 1
         if facts is not None:
             self.link.version = facts.version  # this connection may not have said HELLO yet
@@ -230,7 +225,19 @@ class Exchange:
             flight.touching, flight.request = False, None
         if doubt is not None and _is_settled(reply):
             self._unsettled.settle(doubt)
-        return Answer(reply, facts)
+        return Answer(reply, facts, view.way)
+
+    async def _try(self, order: Order, payload: list[object], view: View, facts: ServerFacts, flight: Flight) -> Answer:
+        """Make one attempt, in the way of this registration."""
+        if view.way.copies_itself:
+            return Answer(await self._engine.carry(Attempt(order, view, facts, flight), payload), facts, view.way)
+        self._check_mirror(order, flight)
+        return await self._send(order, payload, view, facts, flight)
+
+    def _check_mirror(self, order: Order, flight: Flight) -> None:
+        """Refuse to have a mirror stored that holds other blocks: the way of KV may have changed meanwhile."""
+        if self._mirrored and order.verb is Verb.STORE and not flight.mirrored:
+            raise ServerUnavailable("the worker was registered anew meanwhile, in another way: nothing was stored")
 
     async def _greet(self, view: View, deadline: float) -> bool:
         """Say HELLO on this connection if it has not yet; False if another server answers than we registered with.

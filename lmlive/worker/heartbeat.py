@@ -319,6 +319,7 @@ class Heartbeat:
         if self._health.cell.epoch in (epoch, 0):
             self._health.lost()
         self._link.server_exited(epoch)
+        self._membership.server_exited(epoch)
 
     def _on_lost(self, epoch: int) -> None:
         if self._health.stopped:

@@ -14,7 +14,7 @@ One loop owns a link; in a forked child it refuses to work.
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -31,6 +31,7 @@ from lmlive.errors import (
 )
 from lmlive.protocol import versions
 from lmlive.protocol.codec import REPLY, decode_header, encode_request
+from lmlive.protocol.transfers import MAX_FRAMES
 from lmlive.protocol.verbs import Verb
 from lmlive.worker.connection import Connection
 from lmlive.worker.deadlines import Deadlines
@@ -133,6 +134,7 @@ class Link:
         generation: int = 0,
         deadline_ns: int = 0,
         late: Callable[[Reply], None] | None = None,
+        bulk: Sequence[bytes | memoryview] = (),
     ) -> asyncio.Future[Reply]:
         """Send a request; the future always gets a ``Reply`` and never an exception.
 
@@ -146,6 +148,7 @@ class Link:
             generation: The same.
             deadline_ns: The same.
             late: Told the reply if it comes after the deadline; each at most once.
+            bulk: Frames behind it, not to be changed before its reply came.
         """
         self._check_process()
         future: asyncio.Future[Reply] = self._loop.create_future()
@@ -177,6 +180,7 @@ class Link:
             connect_by=connect_by,
             epoch=epoch,
             late=late,
+            bulk=bulk,
         )
         self._pending[request_id] = request
         if not self._outbox and self._send(request):
@@ -220,11 +224,14 @@ class Link:
         if self._socket is None:
             return False
         try:
-            self._socket.send(request.frame, _NOBLOCK)
+            if request.bulk:
+                self._socket.send_multipart([request.frame, *request.bulk], _NOBLOCK, copy=False)
+            else:
+                self._socket.send(request.frame, _NOBLOCK)
         except zmq.Again:
             return False
         request.sent = True
-        request.frame = b""
+        request.frame, request.bulk = b"", ()
         return True
 
     def _flush(self) -> None:
@@ -282,12 +289,15 @@ class Link:
             except zmq.Again:
                 self._look_again()
                 return
+            bulk: list[memoryview] = []
             while self._socket.getsockopt(_RCVMORE):
-                self._socket.recv(_NOBLOCK)  # no reply of this version has a second frame
-            self._take(frame)
+                more = self._socket.recv(_NOBLOCK, copy=False)
+                if len(bulk) < MAX_FRAMES:  # no server sends more
+                    bulk.append(more.buffer)
+            self._take(frame, bulk)
         self._pump_soon()
 
-    def _take(self, frame: bytes) -> None:
+    def _take(self, frame: bytes, bulk: Sequence[memoryview]) -> None:
         try:
             header = decode_header(frame)
         except ProtocolError:
@@ -297,7 +307,7 @@ class Link:
             self.bad_frames += 1
             return
         self.answered_at = self._clock.now()
-        reply = read_reply(header, frame)
+        reply = read_reply(header, frame, bulk)
         request = self._pending.get(header.request_id)
         if request is not None:
             self._end(request, reply)

@@ -12,12 +12,14 @@ Heartbeat thread only. ``view`` is replaced as a whole, so any thread may read i
 
 import asyncio
 import logging
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from lmlive.clock import Clock
+from lmlive.device.pool_view import PoolView
 from lmlive.errors import (
     ConfigError,
     InternalError,
@@ -36,12 +38,13 @@ from lmlive.protocol.messages import Ping, RegisterReply, Unregister
 from lmlive.protocol.verbs import Role, Verb
 from lmlive.worker.cell import Cell, Health, Next
 from lmlive.worker.enrollment import Enrollment, View
-from lmlive.worker.hello import hello_payload, say_hello
+from lmlive.worker.hello import ServerFacts, hello_payload, say_hello
 from lmlive.worker.link import Link
 from lmlive.worker.outcome import in_words
 from lmlive.worker.reply import Reply, unanswered
 from lmlive.worker.tether import Tether
 from lmlive.worker.tying import Tying
+from lmlive.worker.ways import Way
 
 log = logging.getLogger("lmlive.worker")
 
@@ -108,7 +111,9 @@ class Membership:
         self._spread_for = 0
         self._counters = counters
         self._joining: asyncio.Task[LMLiveError | None] | None = None
-        self._told_untied = False
+        self._told_untied = self._told_mirror = self._lesser = False
+        self._pool: PoolView | None = None
+        self._pool_tether: Tether | None = None
         self._tying = Tying(
             url,
             clock,
@@ -162,7 +167,8 @@ class Membership:
         One that stands may still lack what was to be offered over it: the REGISTER offers it again.
         """
         facts = self.view.facts
-        if facts is None or not self._tying.lacks(facts.epoch) or self._health.joining:
+        lacks = facts is not None and (self._lesser or self._tying.lacks(facts.epoch))
+        if facts is None or not lacks or self._health.joining:
             return False
         try:
             return await self._tying.tie(facts, self._clock.now() + self._request_timeout)
@@ -181,6 +187,7 @@ class Membership:
         """
         if self._joining is not None:
             self._joining.cancel()
+        self._retire_pool()  # UNREGISTER says that nothing of ours copies any more
         if not self.registered_once:
             return Parting()
         now = self._clock.now()
@@ -243,7 +250,7 @@ class Membership:
             self._enrollment.instance_id,
             view.cell.generation,
             view.cell.epoch,
-            view.carries_kv,
+            view.way.value,
         )
         return None
 
@@ -261,18 +268,18 @@ class Membership:
         # A HELLO may have waited long for its server; what it waits for now has the whole patience again.
         now = self._clock.now()
         deadline = now + self._request_timeout
-        fds = [fd for fd, _ in enrollment.handles] if facts.same_clock else []
-        tied = await self._tying.offer(facts, fds, now + 3 / 4 * self._request_timeout)
-        carries_kv = tied and bool(enrollment.groups) and facts.same_clock
-        untied = "" if carries_kv or not enrollment.groups else self._why_untied(tied)
-        if untied and enrollment.mode == "server_driven":
+        way, untied = await self._choose(facts, now + 3 / 4 * self._request_timeout)
+        # The server may have had no room for our memory a moment ago: the next beat offers it again.
+        best = enrollment.ways[0] if enrollment.ways else way
+        self._lesser = facts.same_clock and best is Way.SERVER_DRIVEN and way is not best
+        if untied and enrollment.mode != "auto":
+            field, value = ("mode", enrollment.mode) if enrollment.strategy == "auto" else ("strategy", "shm")
             rule = f"a tether to a server on this machine: {untied}"
-            detail = f"mode is server_driven, which needs {rule}"
-            raise ConfigError(detail, field="mode", value=enrollment.mode, rule=rule)
+            raise ConfigError(f"{field} is {value}, which needs {rule}", field=field, value=value, rule=rule)
         self.registered_once = True
         reply = await self._link.request(
             Verb.REGISTER,
-            enrollment.payload(carries_kv=carries_kv),
+            enrollment.payload(way),
             deadline=deadline,
             instance_id=enrollment.instance_id,
             deadline_ns=facts.deadline_ns(deadline),
@@ -288,7 +295,59 @@ class Membership:
             raise UnknownInstance("removed as soon as it was registered: register again")
         if untied:
             self._tell_untied(untied)
-        return View(Cell(header.epoch, header.generation), facts, carries_kv)
+        if way is Way.SERVER_DRIVEN and enrollment.mirror_note and not self._told_mirror:
+            self._told_mirror = True
+            log.info("%s", enrollment.mirror_note)
+        return View(Cell(header.epoch, header.generation), facts, way, self._pool if way is Way.SHM else None)
+
+    async def _choose(self, facts: ServerFacts, by: float) -> tuple[Way, str]:
+        """Find the best way there is for now, with the tether it takes; where there is none, tell why."""
+        tied: bool | None = None
+        for way in self._enrollment.ways:
+            if way is Way.INLINE:
+                if tied is None:
+                    await self._tying.offer(facts, [], by)  # so that our exit is seen
+                return way, ""
+            fds = [fd for fd, _ in self._enrollment.handles] if way is Way.SERVER_DRIVEN and facts.same_clock else []
+            tied = await self._tying.offer(facts, fds, by)
+            if tied and facts.same_clock and (way is Way.SERVER_DRIVEN or await self._map_pool(facts, by)):
+                return way, ""
+        if tied is None:
+            await self._tying.offer(facts, [], by)
+            return Way.NONE, ""
+        return Way.NONE, self._why_untied(facts)
+
+    async def _map_pool(self, facts: ServerFacts, by: float) -> bool:
+        """Have the server's pool mapped; False where that cannot be."""
+        pool = self._pool
+        if pool is not None and pool.epoch == facts.epoch and self._tying.tether is self._pool_tether:
+            return True
+        given = await self._tying.ask_for_pool(by)
+        if given is None:
+            return False
+        nbytes, (reading, writing) = given
+        self._pool_tether = self._tying.tether
+        if pool is not None and pool.epoch == facts.epoch:
+            os.close(reading)
+            os.close(writing)
+            return True
+        self._retire_pool()
+        try:
+            self._pool = PoolView(facts.epoch, nbytes, reading, writing)
+        except (InvalidHandle, ServerUnavailable) as error:
+            self._tying.refused = in_words(error)
+            return False
+        return True
+
+    def server_exited(self, epoch: int) -> None:
+        """Let go of the pool of a server that is gone: it would keep its memory alive."""
+        if self._pool is not None and self._pool.epoch == epoch:
+            self._retire_pool()
+
+    def _retire_pool(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.retire()
 
     async def _spread_out(self, epoch: int) -> None:
         """Wait for a moment before the first attempt with another server than before; once for each server."""
@@ -296,8 +355,8 @@ class Membership:
             self._spread_for = epoch
             await asyncio.sleep(random.uniform(0.0, self._spread))  # noqa: S311 - no secret hangs on it
 
-    def _why_untied(self, tied: bool) -> str:
-        return "the clocks differ" if tied else self._tying.refused or "there is no tether to the server"
+    def _why_untied(self, facts: ServerFacts) -> str:
+        return self._tying.refused or ("there is no tether to the server" if facts.same_clock else "the clocks differ")
 
     def _tell_untied(self, reason: str) -> None:
         if not self._told_untied:

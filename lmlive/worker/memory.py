@@ -26,6 +26,7 @@ from lmlive.device.memory import find, shared_empty
 from lmlive.device.pool import read_available_memory
 from lmlive.device.syscalls import view_of
 from lmlive.errors import DeviceError, InvalidHandle, InvalidLayout
+from lmlive.worker.own_memory import OwnMemory, OwnPlane
 
 log = logging.getLogger("lmlive.worker")
 
@@ -109,14 +110,20 @@ class WorkerMemory:
         groups: For each KV group [block_tokens, num_blocks, planes], each plane [handle, offset, stride, run,
             in_block_shape, stride_order], as REGISTER wants them.
         mirrored_bytes: How much of it is mirrored.
+        mirror_note: What the mirror costs, in words, should it be used.
         mirror_planes: What the copies go through.
+        own: The same blocks for copies of the worker's own; None without a cache.
+        own_groups: What REGISTER wants where the worker copies by itself: it names no memory.
         kept: What must stay alive meanwhile.
     """
 
     handles: list[tuple[int, int]] = field(default_factory=list)
     groups: list[list[object]] = field(default_factory=list)
     mirrored_bytes: int = 0
+    mirror_note: str = ""
     mirror_planes: list[_MirroredPlane] = field(default_factory=list)
+    own: OwnMemory | None = None
+    own_groups: list[list[object]] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
 
     @property
@@ -160,10 +167,11 @@ class WorkerMemory:
         for fd, _ in handles:
             os.close(fd)
         self.mirror_planes.clear()
+        self.own = None
         self.kept.clear()
 
 
-def prepare(kv_caches: Sequence[Mapping[str, Any]], layout: KVLayout) -> WorkerMemory:
+def prepare(kv_caches: Sequence[Mapping[str, Any]], layout: KVLayout, *, share: bool = True) -> WorkerMemory:
     """Make descriptors for a worker's KV memory; may take seconds where memory must be moved.
 
     Everything is checked before anything is shared: a refusal leaves every tensor as it was.
@@ -171,6 +179,7 @@ def prepare(kv_caches: Sequence[Mapping[str, Any]], layout: KVLayout) -> WorkerM
     Args:
         kv_caches: For each KV group name -> torch tensor or numpy array.
         layout: Made from the same tensors.
+        share: Make descriptors; without it the worker can only copy by itself.
 
     Raises:
         InvalidLayout: A tensor that cannot be shared: fields ``tensor`` and ``field``.
@@ -178,12 +187,20 @@ def prepare(kv_caches: Sequence[Mapping[str, Any]], layout: KVLayout) -> WorkerM
     """
     tensors = _tensors_of(kv_caches, layout)
     memory = WorkerMemory()
-    try:
-        places = _share(tensors, memory)
-    except BaseException:
-        memory.close()
-        raise
-    memory.groups = layout.wire_groups(places)
+    if share:
+        try:
+            places = _share(tensors, memory)
+        except BaseException:
+            memory.close()
+            raise
+        memory.groups = layout.wire_groups(places)
+    else:
+        memory.kept.extend(source.tensor for source in tensors)
+    planes = [(source.group, OwnPlane(source, plane)) for source in tensors for plane in source.planes]
+    memory.own = OwnMemory(
+        layout, [[plane for group, plane in planes if group == number] for number in range(len(layout.groups))]
+    )
+    memory.own_groups = layout.wire_groups((0, 0, plane.run) for group in layout.groups for plane in group.planes)
     return memory
 
 
@@ -314,12 +331,9 @@ def _mirror(foreign: Sequence[_Tensor], memory: WorkerMemory) -> list[tuple[int,
             memory.mirror_planes.append(_MirroredPlane(source, plane, source.address, own, rows))
             places.append((handle, offset, plane.run))
             offset = end
-    log.info(
-        "kv memory mirrored tensors=%d bytes=%d first=%s: each store and retrieve copies its blocks once more, "
-        "and the mirror's pages are used besides; lmlive.shared_empty needs neither",
-        len(foreign),
-        total,
-        foreign[0].name,
+    memory.mirror_note = (
+        f"kv memory mirrored tensors={len(foreign)} bytes={total} first={foreign[0].name}: each store and retrieve "
+        "copies its blocks once more, and the mirror's pages are used besides; lmlive.shared_empty needs neither"
     )
     return places
 

@@ -72,6 +72,7 @@ class Parts:
             secret=enrollment.secret,
             heart=self.heart,
             unsettled=unsettled,
+            memory=memory,
             config=config,
             crew=crew,
             clock=clock,

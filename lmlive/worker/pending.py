@@ -4,7 +4,7 @@ Pure: no clock, no I/O. The loop that owns the link.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,7 @@ class Request:
     connect_by: float
     epoch: int
     late: Callable[[Reply], None] | None
+    bulk: Sequence[bytes | memoryview] = ()
     sent: bool = False
 
     def expired(self, url: str, now: float) -> Reply:

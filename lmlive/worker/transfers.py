@@ -28,7 +28,8 @@ from lmlive.errors import (
 from lmlive.protocol.messages import RetrieveReply, StoreReply
 from lmlive.worker.breaker import QUICK
 from lmlive.worker.crew import Crew
-from lmlive.worker.exchange import GRACE, Answer, Exchange, Flight, NothingToSend
+from lmlive.worker.exchange import Answer, Exchange, NothingToSend
+from lmlive.worker.flight import GRACE, Flight
 from lmlive.worker.gate import BreakerGate
 from lmlive.worker.heartbeat import Heartbeat
 from lmlive.worker.memory import WorkerMemory
@@ -152,7 +153,9 @@ class Transfers:
         try:
             self._check_health()
             self._check_speed(self._gate.passes())
-            await self._copy(self._memory.copy_in, order, flight, end=order.blocks.tokens, by=order.deadline)
+            if not self._heart.view.way.copies_itself:
+                await self._copy(self._memory.copy_in, order, flight, end=order.blocks.tokens, by=order.deadline)
+                flight.mirrored = True
             self._check_health()  # copying may have taken a while
             # Once it is out it cannot be given up, so that the server answers has to be known, not believed.
             self._check_speed(await self._gate.passes_proven(order.deadline - self._clock.now()))
@@ -178,7 +181,8 @@ class Transfers:
             answer = await self._watched(order, flight)
             chunk_tokens = answer.facts.chunk_tokens
             told = _check_loaded(answer.reply.result(), blocks.whole_tokens(chunk_tokens))
-            await self._copy(self._memory.copy_out, order, flight, end=told.tokens, by=order.deadline + GRACE)
+            if not answer.way.copies_itself:
+                await self._copy(self._memory.copy_out, order, flight, end=told.tokens, by=order.deadline + GRACE)
         except NothingToSend:
             return RetrieveResult(0, [], "miss", Settled(done=True)), None
         except asyncio.CancelledError:

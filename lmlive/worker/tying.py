@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lmlive.clock import Clock
-from lmlive.errors import LMLiveError, ServerBusy, ServerUnavailable, StaleEpoch, TransportError
+from lmlive.errors import (
+    LMLiveError,
+    ProtocolError,
+    RequestError,
+    ServerBusy,
+    ServerUnavailable,
+    StaleEpoch,
+    TransportError,
+)
 from lmlive.protocol.verbs import Role
 from lmlive.worker.hello import ServerFacts
 from lmlive.worker.outcome import in_words
@@ -133,6 +141,26 @@ class Tying:
                     self._miss(error)
                     return False
         return False
+
+    async def ask_for_pool(self, by: float) -> tuple[int, tuple[int, int]] | None:
+        """Ask the server for its pool, after an offer; give its size and two descriptors, or None if it gives none."""
+        tether = self.tether
+        if tether is None:
+            return None
+        try:
+            return await tether.ask_for_pool(
+                secret=self._secret,
+                instance_id=self._instance_id,
+                role=self._role,
+                deadline=min(by, self._clock.now() + PATIENCE),
+            )
+        except RequestError as error:
+            self.refused = in_words(error)
+            return None
+        except (TransportError, ProtocolError) as error:
+            self.refused = in_words(error)
+            self.drop()  # its answer may still come, and must not be taken for another's
+            return None
 
     async def _say_who(self, facts: ServerFacts, by: float) -> bool:
         """Have a tether without memory, for which there was no room; False where there is none for now either."""

@@ -9,8 +9,12 @@ them is unsettled.
 import asyncio
 import os
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from lmlive.worker.results import BlockId, Settled
+
+OWN: Final = -1
+"""In place of a server's epoch: a copy of our own, which no server's end settles."""
 
 
 def _tell_nobody(epoch: int) -> None:
@@ -21,7 +25,7 @@ class Doubt:
     """One retrieve whose end is not known yet.
 
     Args:
-        epoch: Of the server it was sent to.
+        epoch: Of the server it was sent to; ``OWN`` where this process copies.
         blocks: Which blocks it may write.
 
     Attributes:

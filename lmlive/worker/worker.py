@@ -303,7 +303,7 @@ class Worker:
 
     async def _prepare(self, layout: KVLayout) -> WorkerMemory:
         """Make the memory shareable off the loop; what was made for a caller who gave up is closed."""
-        work = functools.partial(prepare, self._kv_caches, layout)
+        work = functools.partial(prepare, self._kv_caches, layout, share=self._config.mode != "engine_driven")
         preparing = asyncio.get_running_loop().create_task(self._crew.run(work))
         try:
             return await asyncio.shield(preparing)

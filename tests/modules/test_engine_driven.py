@@ -133,7 +133,7 @@ def test_a_store_past_its_deadline_is_never_seen_and_held_back_until_its_worker_
 ) -> None:
     worker = bench.enroll()
     prepared = bench.prepare_store(worker, within=1.0)
-    bench.pass_time(1.0)
+    bench.pass_time(1.25)
     assert held_back(bench) == (0, 3, 0)
     assert bench.prepare_store(worker).reason == "prepared"  # by others it may be stored again meanwhile
     if settle == "commit":
@@ -147,7 +147,7 @@ def test_a_retrieve_past_its_deadline_keeps_its_slots_and_says_that_it_is_dead(b
     worker = bench.enroll()
     bench.stored(worker)
     loaded = bench.prepare_retrieve(worker, within=1.0)
-    bench.pass_time(1.0)
+    bench.pass_time(1.25)
     assert held_back(bench) == (0, 0, 3)
     assert bench.release(str(loaded.lease)) == [False]
     assert bench.at_rest()

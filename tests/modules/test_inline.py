@@ -102,7 +102,7 @@ def test_a_dead_store_is_over_with_its_last_copy(bench: EngineBench, ending: str
     if ending == "release":
         assert bench.release(str(prepared.lease)) == [True]
     elif ending == "deadline":
-        bench.pass_time(1.0)
+        bench.pass_time(1.25)
     else:
         bench.remove(worker)
         if ending == "exit":

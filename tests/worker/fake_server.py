@@ -17,9 +17,17 @@ from typing import Self
 
 import zmq
 
-from lmlive.errors import LMLiveError
+from lmlive.errors import InvalidHandle, LMLiveError
 from lmlive.protocol.codec import Header, decode_body, decode_header, encode_error, encode_reply
-from lmlive.protocol.tether import MAX_PACKET_BYTES, Greeting, Offer, Receipt, encode_refusal
+from lmlive.protocol.tether import (
+    MAX_PACKET_BYTES,
+    Greeting,
+    Offer,
+    PoolGrant,
+    Receipt,
+    decode_word,
+    encode_refusal,
+)
 from lmlive.protocol.verbs import Verb
 
 LIMITS = {"message_bytes": 1 << 20, "tokens": 1 << 20, "blocks": 65_536, "in_flight": 64}
@@ -32,6 +40,7 @@ class Request:
     peer: bytes
     header: Header
     payload: list[object]
+    bulk: tuple[bytes, ...] = ()
 
     @property
     def verb(self) -> Verb:
@@ -78,6 +87,11 @@ class FakeServer:
         """Whether PINGs over data connections are answered also while PINGs are held or ignored."""
         self.stop_reading = False
         """Whether offers get no receipt."""
+        self.pool: int | None = None
+        """What workers get that ask for the pool; without it they are refused."""
+        self.pool_requests = 0
+        self.bulk: tuple[bytes, ...] = ()
+        """What an answer brings behind it."""
         self._members: set[bytes] = set()
         self._cut = False
         self._stop = threading.Event()
@@ -202,8 +216,8 @@ class FakeServer:
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
         while router.poll(0):
-            peer, frame = router.recv_multipart()
-            request = Request(peer, decode_header(frame), decode_body(frame))
+            peer, frame, *bulk = router.recv_multipart()
+            request = Request(peer, decode_header(frame), decode_body(frame), tuple(bulk))
             self.requests.append(request)
             if request.verb is Verb.REGISTER:
                 self._members.add(peer)
@@ -239,15 +253,28 @@ class FakeServer:
             with suppress(ConnectionError):
                 peer.send(encode_refusal(self.refusal))
             return self.keeps_refused
-        offer = Offer.decode(packet)
+        offer = decode_word(packet)
+        if not isinstance(offer, Offer):
+            self._give_pool(peer)
+            return True
         self.offers.append((offer, len(fds)))
         if not self.stop_reading:
             with contextlib.suppress(BrokenPipeError):  # its peer may be gone by now
                 peer.send(Receipt(offer.first + len(fds)).encode())
         return True
 
+    def _give_pool(self, peer: socket.socket) -> None:
+        self.pool_requests += 1
+        with suppress(ConnectionError):
+            if self.pool is None:
+                peer.send(encode_refusal(InvalidHandle("this pool is not shared")))
+            else:
+                nbytes = os.fstat(self.pool).st_size
+                socket.send_fds(peer, [PoolGrant(nbytes).encode()], [self.pool, self.pool])
+
     def _reply(self, router: zmq.Socket[bytes], request: Request) -> None:
         header = request.header
+        self.bulk = ()
         answer = self.answers.get(request.verb, self.answer)(request)
         if answer is None:
             return
@@ -255,4 +282,4 @@ class FakeServer:
             frame = encode_error(header.request_id, self.epoch, header.instance_id, self.generation, answer)
         else:
             frame = encode_reply(header.request_id, self.epoch, header.instance_id, self.generation, answer)
-        router.send_multipart([request.peer, frame])
+        router.send_multipart([request.peer, frame, *self.bulk])

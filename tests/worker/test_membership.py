@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lmlive.config import WorkerConfig
+from lmlive.device.syscalls import make_memfd
 from lmlive.errors import (
     ConfigError,
     InvalidLayout,
@@ -310,7 +312,7 @@ async def test_memory_that_cannot_be_reached_means_liveness_only(
             server.tether_epoch = 99
         if reason == "clocks":
             server.clock_offset_ns = 10**10
-        async with make(server.url) as worker:
+        async with make(server.url, config=fast(strategy="shm")) as worker:
             assert worker.healthy
             register = Register.from_payload(server.seen(Verb.REGISTER)[0].payload)
             assert (register.mode, register.groups, register.handles) == ("none", (), ())
@@ -321,6 +323,37 @@ async def test_memory_that_cannot_be_reached_means_liveness_only(
             server.generation = 0
             await eventually(lambda: worker.generation == 2)
         assert caplog.text.count("liveness only") == 1
+
+
+async def test_what_a_mirror_costs_is_said_once_where_it_is_used(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    private = {"layer": np.zeros((64, 16, 8), np.float32)}
+    with caplog.at_level(logging.INFO, "lmlive.worker"):
+        async with make(server.url, private, config=fast(mode="engine_driven")):
+            assert "mirrored" not in caplog.text
+        async with make(server.url, private) as worker:
+            assert Register.from_payload(server.seen(Verb.REGISTER)[-1].payload).mode == "server_driven"
+            server.generation = 0
+            await worker.ping()
+            await eventually(lambda: worker.generation == 2)
+    assert caplog.text.count("kv memory mirrored tensors=1") == 1
+
+
+@pytest.mark.parametrize("reason", ["another server", "no tether", "clocks"])
+@pytest.mark.parametrize("mode", ["auto", "engine_driven"])
+async def test_memory_that_cannot_be_reached_travels_inline(run_dir: Path, reason: str, mode: str) -> None:
+    with FakeServer(run_dir, tether=reason != "no tether") as server:
+        if reason == "another server":
+            server.tether_epoch = 99
+        if reason == "clocks":
+            server.clock_offset_ns = 10**10
+        async with make(server.url, config=fast(mode=mode)) as worker:
+            assert worker.healthy
+            register = Register.from_payload(server.seen(Verb.REGISTER)[0].payload)
+            assert (register.mode, register.strategy, register.handles) == ("engine_driven", "inline", ())
+            assert [plane.run for plane in register.groups[0].planes] == [512]
+            assert all(not fds for _, fds in server.offers)
 
 
 async def test_a_cache_is_registered_with_its_descriptors(server: FakeServer) -> None:
@@ -351,7 +384,7 @@ async def test_where_there_is_no_room_for_a_tether_it_is_liveness_only_until_the
         server.greeting = busy
     else:
         server.refusal = busy
-    async with make(server.url) as worker:
+    async with make(server.url, config=fast(strategy="shm")) as worker:
         assert worker.healthy
         assert worker.generation == 1
         assert Register.from_payload(server.seen(Verb.REGISTER)[0].payload).mode == "none"
@@ -375,7 +408,7 @@ async def test_a_tether_that_nobody_answers_does_not_keep_a_worker_from_register
     server.stop_reading = True
     async with make(server.url) as worker:
         assert worker.healthy
-        assert Register.from_payload(server.seen(Verb.REGISTER)[0].payload).mode == "none"
+        assert Register.from_payload(server.seen(Verb.REGISTER)[0].payload).strategy == "inline"
 
 
 async def test_another_server_on_the_tether_is_a_warning_only_if_it_stays(
@@ -406,6 +439,45 @@ async def test_server_driven_without_a_way_to_be_raises_at_entry(run_dir: Path, 
                 pytest.fail("it entered")
         assert (caught.value.field, caught.value.value) == ("mode", "server_driven")
         assert not server.seen(Verb.REGISTER)
+
+
+async def test_the_pool_that_is_refused_raises_at_entry_where_nothing_else_will_do(server: FakeServer) -> None:
+    with pytest.raises(ConfigError) as caught:
+        async with make(server.url, config=fast(mode="engine_driven", strategy="shm", request_timeout=0.3)):
+            pytest.fail("it entered")
+    assert (caught.value.field, caught.value.value) == ("strategy", "shm")
+    assert "this pool is not shared" in str(caught.value)
+    assert not server.seen(Verb.REGISTER)
+
+
+async def test_what_is_no_sealed_memory_is_not_mapped(server: FakeServer) -> None:
+    server.pool = os.memfd_create("lmlive-test")
+    os.ftruncate(server.pool, 4096)
+    try:
+        async with make(server.url, config=fast(mode="engine_driven")):
+            register = Register.from_payload(server.seen(Verb.REGISTER)[0].payload)
+            assert (register.mode, register.strategy) == ("engine_driven", "inline")
+            assert server.pool_requests == 1
+    finally:
+        os.close(server.pool)
+
+
+async def test_the_pool_is_asked_for_once_over_each_tether(server: FakeServer) -> None:
+    server.pool = make_memfd("lmlive-test", 4096)
+    try:
+        async with make(server.url, config=fast(mode="engine_driven", heartbeat_start="register")) as worker:
+            register = Register.from_payload(server.seen(Verb.REGISTER)[0].payload)
+            assert (register.mode, register.strategy) == ("engine_driven", "shm")
+            server.generation = 0
+            await eventually(lambda: worker.generation == 2)
+            assert server.pool_requests == 1
+            server.cut_tethers()
+            await eventually(lambda: server.pool_requests == 2)
+            server.replace()
+            await eventually(lambda: server.pool_requests == 3)
+            assert worker.healthy
+    finally:
+        os.close(server.pool)
 
 
 @pytest.mark.parametrize("config", [fast(mode="server_driven"), fast(device="host"), fast(strategy="auto")])

@@ -227,11 +227,11 @@ async def test_a_server_without_room_for_memory_sees_the_process_and_takes_the_m
     most, peers._most_fds = peers._most_fds, 0
     async with make(server.url) as worker:
         told = mine(server, worker)[0]
-        assert (told["evidence"], told["mode"], told["pid"]) == ("process", "none", os.getpid())
-        assert (await worker.store(PROMPT, IDS)).reason == "error"
+        assert (told["evidence"], told["mode"], told["pid"]) == ("process", "engine_driven", os.getpid())
+        assert (await worker.store(PROMPT, IDS)).reason == "stored"
         peers._most_fds = most
         await eventually(lambda: mine(server, worker)[0]["mode"] == "server_driven")
-        assert (await worker.store(PROMPT, IDS)).reason == "stored"
+        assert (await worker.retrieve(PROMPT, OTHERS)).reason == "loaded"
 
 
 # libuv makes a pipe for signals with the first loop of a process, and keeps it.
