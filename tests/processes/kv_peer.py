@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import lmlive
+from lmlive.worker.own_memory import OwnMemory
 
 CHUNK = 64
 BLOCK = 16
@@ -96,6 +98,13 @@ async def puppet(
         await process.communicate()
 
 
+def hang(*_: object) -> bool:
+    """Copy nothing, for ever."""
+    say(copying=True)
+    threading.Event().wait()
+    return False
+
+
 def say(**facts: object) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
@@ -113,6 +122,9 @@ async def be_worker(url: str, config: lmlive.WorkerConfig) -> None:
             if word == "store":
                 stored = await worker.store(TOKENS, BLOCKS)
                 say(tokens=stored.tokens, chunks=stored.chunks, reason=stored.reason)
+            elif word == "hang":  # in the middle of its own copies, from now on
+                OwnMemory.gather = OwnMemory.scatter = hang  # type: ignore[method-assign]
+                say(hangs=True)
             elif word == "ping":
                 say(pong=await worker.ping())
             elif word == "state":
