@@ -123,7 +123,8 @@ async def be_worker(url: str, config: lmlive.WorkerConfig) -> None:
                 stored = await worker.store(TOKENS, BLOCKS)
                 say(tokens=stored.tokens, chunks=stored.chunks, reason=stored.reason)
             elif word == "hang":  # in the middle of its own copies, from now on
-                OwnMemory.gather = OwnMemory.scatter = hang  # type: ignore[method-assign]
+                for name in ("gather", "scatter"):
+                    setattr(OwnMemory, name, hang)
                 say(hangs=True)
             elif word == "ping":
                 say(pong=await worker.ping())
