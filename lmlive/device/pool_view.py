@@ -10,10 +10,49 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
 
 from lmlive.device import syscalls
 from lmlive.device.syscalls import Bytes
 from lmlive.errors import InvalidHandle, ServerUnavailable
+
+PART_BYTES: Final = 2 << 20
+"""How much is faulted in at a time; as much as one table of pages holds."""
+
+
+class Pages:
+    """One mapping of a pool, whose pages are faulted in part by part as they are used.
+
+    To touch them one by one would take longer than to copy them; to fault all in at once would take long where the pool
+    is large, and page tables for what is never used.
+
+    Args:
+        address: Its first byte.
+        nbytes: Its size.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.memory = syscalls.view_of(address, nbytes)
+        self._address = address
+        self._faulted = np.zeros(-(-nbytes // PART_BYTES), np.bool_)
+
+    def slot(self, offset: int, nbytes: int) -> Bytes:
+        """Give a part of the pool, faulted in.
+
+        Raises:
+            ServerUnavailable: The kernel has no room for its page tables.
+        """
+        first, last = offset // PART_BYTES, -(-(offset + nbytes) // PART_BYTES)
+        for part in (np.flatnonzero(~self._faulted[first:last]) + first).tolist():
+            start = part * PART_BYTES
+            try:
+                syscalls.populate(self._address, start, min(start + PART_BYTES, self.memory.size), allocate=False)
+            except OSError as error:
+                raise ServerUnavailable(f"the server's pool cannot be read here: {error}") from error
+            self._faulted[part] = True
+        return self.memory[offset : offset + nbytes]
 
 
 class PoolView:
@@ -43,8 +82,8 @@ class PoolView:
         self._users = 0
         self._writing = writing
         self._mappings: list[tuple[int, int]] = []
-        self._readable: Bytes | None = None
-        self._writable: Bytes | None = None
+        self._readable: Pages | None = None
+        self._writable: Pages | None = None
         try:
             for fd in (reading, writing):
                 _check(fd, nbytes)
@@ -60,7 +99,7 @@ class PoolView:
         self.retire()
 
     @contextmanager
-    def reading(self) -> Iterator[Bytes]:
+    def reading(self) -> Iterator[Pages]:
         """Lend the pool for a copy out of it.
 
         Raises:
@@ -72,7 +111,7 @@ class PoolView:
             yield self._readable
 
     @contextmanager
-    def writing(self) -> Iterator[Bytes]:
+    def writing(self) -> Iterator[Pages]:
         """Lend the pool for a copy into it, only where the server has set room aside.
 
         Raises:
@@ -113,7 +152,7 @@ class PoolView:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _map(self, fd: int, protection: int) -> Bytes:
+    def _map(self, fd: int, protection: int) -> Pages:
         try:
             size = os.fstat(fd).st_size  # of huge pages it may be more
             address = syscalls.map_shared(fd, size, protection)
@@ -121,7 +160,7 @@ class PoolView:
             raise ServerUnavailable(f"the server's pool cannot be mapped here: {error}") from error
         syscalls.advise(address, size, syscalls.MADV_DONTFORK)
         self._mappings.append((address, size))
-        return syscalls.view_of(address, self.nbytes)
+        return Pages(address, self.nbytes)
 
 
 def _check(fd: int, nbytes: int) -> None:

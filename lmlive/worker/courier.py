@@ -67,16 +67,16 @@ class Shared:
         return None if await self._run(partial(self._scatter, told)) else _too_late()
 
     def _gather(self, told: Told) -> bool:
-        with self._pool.writing() as memory:
+        with self._pool.writing() as pages:
             return all(
-                self._own.gather(told.chunk(number, memory[offset : offset + told.chunk_bytes]), self._may_continue)
+                self._own.gather(told.chunk(number, pages.slot(offset, told.chunk_bytes)), self._may_continue)
                 for number, offset in enumerate(told.offsets)
             )
 
     def _scatter(self, told: Told) -> bool:
-        with self._pool.reading() as memory:
+        with self._pool.reading() as pages:
             return all(
-                self._own.scatter(told.chunk(number, memory[offset : offset + told.chunk_bytes]), self._may_continue)
+                self._own.scatter(told.chunk(number, pages.slot(offset, told.chunk_bytes)), self._may_continue)
                 for number, offset in enumerate(told.offsets)
             )
 

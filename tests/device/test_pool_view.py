@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lmlive.device import syscalls
 from lmlive.device.pool import PoolMemory
-from lmlive.device.pool_view import PoolView
+from lmlive.device.pool_view import PART_BYTES, PoolView
 from lmlive.errors import InvalidHandle, ServerUnavailable
 
 NBYTES = 1 << 20
@@ -32,11 +33,11 @@ def view(pool: PoolMemory) -> Iterator[PoolView]:
 
 def test_both_see_the_same_bytes(pool: PoolMemory, view: PoolView) -> None:
     pool.view[7] = 3
-    with view.reading() as memory:
-        assert memory[7] == 3
-        assert memory.size == NBYTES
-    with view.writing() as memory:
-        memory[8] = 4
+    with view.reading() as pages:
+        assert pages.slot(7, 1)[0] == 3
+        assert pages.memory.size == NBYTES
+    with view.writing() as pages:
+        pages.slot(8, 1)[0] = 4
     assert pool.view[8] == 4
 
 
@@ -59,8 +60,8 @@ def test_a_read_only_mapping_cannot_be_written() -> None:
 from lmlive.device.pool import PoolMemory
 from lmlive.device.pool_view import PoolView
 pool = PoolMemory(4096)
-with PoolView(1, 4096, *pool.share()).reading() as memory:
-    memory[0] = 1
+with PoolView(1, 4096, *pool.share()).reading() as pages:
+    pages.memory[0] = 1
 """
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == -11
 
@@ -81,6 +82,21 @@ def flags_of(name: str) -> Iterator[tuple[str, str]]:
             yield mapping, line + " "
 
 
+def test_what_is_used_is_faulted_in_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PoolMemory(4 * PART_BYTES + 4096)
+    view = PoolView(1, pool.nbytes, *pool.share())
+    parts: list[tuple[int, int]] = []
+    monkeypatch.setattr(syscalls, "populate", lambda _, start, stop, *, allocate: parts.append((start, stop)))
+    with view.reading() as pages:
+        pages.slot(PART_BYTES - 1, 2)
+        pages.slot(0, PART_BYTES)
+        assert parts == [(0, PART_BYTES), (PART_BYTES, 2 * PART_BYTES)]
+        pages.slot(4 * PART_BYTES, 4096)
+        assert parts[2:] == [(4 * PART_BYTES, 4 * PART_BYTES + 4096)]
+    view.retire()
+    pool.close()
+
+
 def test_nothing_begins_after_its_retirement(view: PoolView) -> None:
     view.retire()
     view.retire()
@@ -91,12 +107,12 @@ def test_nothing_begins_after_its_retirement(view: PoolView) -> None:
 
 
 def test_its_retirement_waits_for_the_copies_that_run(view: PoolView) -> None:
-    with view.reading() as memory:
+    with view.reading() as pages:
         ending = threading.Thread(target=view.retire)
         ending.start()
         while not view.retired:
             ending.join(0.001)
-        assert memory[0] == 0  # still mapped
+        assert pages.memory[0] == 0  # still mapped
         assert ending.is_alive()
     ending.join()
 
