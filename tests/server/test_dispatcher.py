@@ -454,3 +454,33 @@ async def test_a_register_with_a_follower_goes_through_the_door() -> None:
     headers = [header for header, _ in house.replies()]
     assert [(header.code, header.generation) for header in headers] == [(0, 1), (0, 2)]
     assert house.registry.release_all() == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "sizes", "error"),
+    [
+        (Verb.WRITE, [4096, 4096], UnknownInstance),
+        (Verb.WRITE, [1] * 63, UnknownInstance),
+        (Verb.WRITE, [1] * 64, InvalidPayload),
+        (Verb.WRITE, [4097], MessageTooLarge),
+        (Verb.READ, [1], InvalidPayload),
+        (Verb.STORE, [1], InvalidPayload),
+    ],
+)
+async def test_one_verb_alone_brings_bytes_and_within_limits(
+    verb: Verb, sizes: list[int], error: type[LMLiveError]
+) -> None:
+    house = House(max_message_bytes=4096)
+    house.hello()
+    frame = encode_request(verb, 1, ["lease", 0], epoch=EPOCH, instance_id=7, generation=1)
+    house.send(frame, *(bytes(size) for size in sizes))
+    assert isinstance(house.error(), error)
+
+
+async def test_bytes_of_more_than_a_batch_are_refused() -> None:
+    house = House(max_message_bytes=2 << 20)
+    frame = encode_request(Verb.WRITE, 1, ["lease", 0], epoch=EPOCH, instance_id=7, generation=1)
+    house.send(frame, *[bytes(2 << 20)] * 33)
+    refused = house.error()
+    assert isinstance(refused, MessageTooLarge)
+    assert refused.limit == 64 << 20
