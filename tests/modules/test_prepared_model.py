@@ -1,5 +1,6 @@
 """Whatever happens to transfers that workers carry out: what they may touch is nobody else's, and all is given back."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ POOL = 6
 prompts = st.integers(0, 3).map(lambda at: range(1000 * at, 1000 * at + 3 * CHUNK))
 
 
+@dataclass
+class Open:
+    """A transfer that its worker has not said to be over."""
+
+    prepared: Prepared
+    offsets: list[int]
+    content: list[bytes] = field(default_factory=list)
+
+
 class Transfers(RuleBasedStateMachine):
     """Two workers of one process, in and out, with the clock, CLEAR and copies of the server's own in between."""
 
@@ -23,7 +33,7 @@ class Transfers(RuleBasedStateMachine):
         self.bench = EngineBench(pool_chunks=POOL)
         self.workers: list[Worker] = []
         self.pending: list[tuple[Pending, Any]] = []
-        self.contents: dict[str, list[bytes]] = {}  # what a load must find in its slots
+        self.open: dict[str, Open] = {}  # what somebody may still touch
 
     @property
     def prepared(self) -> dict[str, Prepared]:
@@ -52,32 +62,34 @@ class Transfers(RuleBasedStateMachine):
         if reply.lease is None:
             return
         prepared = self.prepared[reply.lease]
+        one = Open(prepared, self.bench.books.store.offsets(prepared.slots).tolist())
+        self.open[reply.lease] = one
         if prepared.claim is None:
-            self.contents[reply.lease] = [self.slot(prepared, at) for at in range(prepared.slots.size)]
-        elif reply.offsets:
-            for at, chunk in enumerate(chunks_of(reply)):
-                self.bench.slot(reply, at)[:] = (tokens[0] + chunk) % 251
+            one.content = [self.bytes_at(offset) for offset in one.offsets]
+        elif prepared.shared:
+            one.content = [bytes([(tokens[0] + chunk) % 251]) * CHUNK_BYTES for chunk in chunks_of(reply)]
+            self.fill(one)
 
-    @precondition(lambda self: self.prepared)
+    @precondition(lambda self: self.open)
     @rule(data=st.data())
-    def write_late(self, data: Any) -> None:
+    def write(self, data: Any) -> None:
         """Copy, as a worker may that does not know that its lease is dead."""
-        prepared = self.prepared[data.draw(st.sampled_from(self.leases()))]
-        if prepared.shared and prepared.claim is not None:
-            offsets = self.bench.books.store.offsets(prepared.slots)
-            assert self.bench.books.pool is not None
-            for offset in offsets.tolist():
-                self.bench.books.pool[offset : offset + CHUNK_BYTES] = 255
+        one = self.open[data.draw(st.sampled_from(sorted(self.open)))]
+        if one.prepared.shared and one.prepared.claim is not None:
+            self.fill(one)
 
     @precondition(lambda self: self.prepared)
     @rule(data=st.data(), commits=st.booleans())
     def end(self, data: Any, commits: bool) -> None:
         lease = data.draw(st.sampled_from(self.leases()))
-        worker = Worker(self.prepared[lease].entry, np.zeros(0, np.uint8))
+        prepared = self.prepared[lease]
+        worker = Worker(prepared.entry, np.zeros(0, np.uint8))
         try:
             self.bench.commit(worker, lease) if commits else self.bench.release(lease)
         except Refused:
-            return
+            if not prepared.over:  # it said nothing about this lease
+                return
+        self.open.pop(lease, None)
 
     @precondition(lambda self: self.prepared)
     @rule(data=st.data())
@@ -92,15 +104,15 @@ class Transfers(RuleBasedStateMachine):
                 pending = self.bench.write(worker, lease, prepared.received, bytes(min(50, prepared.nbytes)))
         except Refused:
             return
-        self.pending.append((pending, lease))
+        self.pending.append((pending, self.open[lease]))
 
     @precondition(lambda self: self.pending)
     @rule()
     def settle(self) -> None:
-        pending, lease = self.pending.pop(0)
+        pending, one = self.pending.pop(0)
         answer = pending.finish()
-        if not isinstance(answer, BaseException) and lease in self.contents:
-            assert b"".join(map(bytes, pending.bulk)) == b"".join(self.contents[lease])
+        if not isinstance(answer, BaseException) and one.prepared.claim is None:
+            assert b"".join(map(bytes, pending.bulk)) == b"".join(one.content)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -108,6 +120,7 @@ class Transfers(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.workers))
         if worker.entry.live:
             self.bench.remove(worker)
+            assert not any(one.entry is worker.entry and not one.shared for one in self.prepared.values())
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 100.0]))
     def wait(self, seconds: float) -> None:
@@ -124,27 +137,29 @@ class Transfers(RuleBasedStateMachine):
                 self.bench.remove(worker)
         self.workers = []
         self.bench.books.end_owner(SECRET)
+        self.open.clear()
         assert not self.prepared
 
     @invariant()
-    def what_is_read_is_what_it_was(self) -> None:
-        for lease, content in self.contents.items():
-            if lease in self.prepared:
-                prepared = self.prepared[lease]
-                assert [self.slot(prepared, at) for at in range(prepared.slots.size)] == content
+    def what_is_touched_is_what_it_was(self) -> None:
+        for lease, one in self.open.items():
+            if one.content and (one.prepared.shared or lease in self.prepared):
+                assert [self.bytes_at(offset) for offset in one.offsets] == one.content
 
     @invariant()
     def what_is_written_is_nobody_elses(self) -> None:
-        written = [prepared.slots for prepared in self.prepared.values() if prepared.claim is not None]
-        rows = np.concatenate(written) if written else np.zeros(0, np.intp)
-        assert np.unique(rows).size == rows.size
-        held = self.bench.books.store
-        assert held.reserved_chunks + held.held_back_chunks >= rows.size
+        stores = [one for one in self.open.values() if one.prepared.claim is not None and one.prepared.shared]
+        offsets = [offset for one in stores for offset in one.offsets]
+        assert len(set(offsets)) == len(offsets)
 
-    def slot(self, prepared: Prepared, at: int) -> bytes:
-        offset = int(self.bench.books.store.offsets(prepared.slots)[at])
+    def bytes_at(self, offset: int) -> bytes:
         assert self.bench.books.pool is not None
         return bytes(self.bench.books.pool[offset : offset + CHUNK_BYTES])
+
+    def fill(self, one: "Open") -> None:
+        assert self.bench.books.pool is not None
+        for offset, content in zip(one.offsets, one.content, strict=True):
+            self.bench.books.pool[offset : offset + CHUNK_BYTES] = np.frombuffer(content, np.uint8)
 
     def teardown(self) -> None:
         self.exit()
