@@ -144,7 +144,7 @@ async def joining(url: str) -> None:
     context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, 2 * JOINING)
 
-    async def join() -> tuple[zmq.asyncio.Socket, socket.socket]:
+    async def join() -> tuple[zmq.asyncio.Socket, socket.socket, bytes]:
         secret, instance_id = os.urandom(16), secrets.randbits(62) + 1
         loop = asyncio.get_running_loop()
         tie = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -163,13 +163,18 @@ async def joining(url: str) -> None:
             header = decode_header(await peer.recv())
             if header.code:
                 raise RuntimeError(f"refused with status {header.code}")
-        return peer, tie
+        return peer, tie, secret
+
+    async def leave(peer: zmq.asyncio.Socket, tie: socket.socket, secret: bytes) -> None:
+        await peer.send(encode_request(Verb.UNREGISTER, 3, [secret]))
+        if decode_header(await peer.recv()).code:
+            raise RuntimeError("not unregistered")
+        peer.close(0)
+        tie.close()
 
     while True:
         joined = await asyncio.gather(*(join() for _ in range(JOINING)))
-        for peer, tie in joined:
-            peer.close(0)
-            tie.close()
+        await asyncio.gather(*(leave(*one) for one in joined))
         _ready()
 
 
