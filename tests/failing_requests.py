@@ -121,11 +121,15 @@ COUNTERS: Final = (
 
 async def settled(side: Side, kind: Kind) -> tuple[dict[str, int], dict[str, int], list[int]]:
     """Count both sides once nothing is on its way, and read their memory."""
-    if kind.late:  # their answers are still to come
-        for _ in range(1000):
-            if not any(len(link._late) for link in side.links):
-                break
-            await asyncio.sleep(0.01)
+
+    def under_way() -> bool:
+        late = kind.late and any(len(link._late) for link in side.links)  # their answers are still to come
+        return late or (not kind.after and side.counts()["pending"] > 0)  # a beat of the library's worker
+
+    for _ in range(1000):
+        if not under_way():
+            break
+        await asyncio.sleep(0.01)
     counts = await (side.subject.counts() if kind.name == "busy" else side.subject.still())
     gc.collect()
     return counts, side.counts(), [counts["rss_kib"], rss_kib(os.getpid())]

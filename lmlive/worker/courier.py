@@ -106,9 +106,8 @@ class Inline:
     async def bring(self, told: Told) -> Reply | None:
         """Copy blocks into slots."""
         for first, count in self._groups(told):
-            stage = np.empty(
-                count * told.chunk_bytes, np.uint8
-            )  # a new one: of the last one frames may be on their way
+            # A new one each time: frames of the one before may still be on their way.
+            stage = np.empty(count * told.chunk_bytes, np.uint8)
             if not await self._run(partial(self._gather, told, first, stage)):
                 return _too_late()
             base = first * told.chunk_bytes

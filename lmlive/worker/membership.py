@@ -111,7 +111,7 @@ class Membership:
         self._spread_for = 0
         self._counters = counters
         self._joining: asyncio.Task[LMLiveError | None] | None = None
-        self._told_untied = self._told_mirror = self._lesser = False
+        self._told_untied = self._told_mirror = False
         self._pool: PoolView | None = None
         self._pool_tether: Tether | None = None
         self._tying = Tying(
@@ -166,9 +166,13 @@ class Membership:
 
         One that stands may still lack what was to be offered over it: the REGISTER offers it again.
         """
-        facts = self.view.facts
-        lacks = facts is not None and (self._lesser or self._tying.lacks(facts.epoch))
-        if facts is None or not lacks or self._health.joining:
+        view, facts = self.view, self.view.facts
+        if facts is None or self._health.joining:
+            return False
+        best = next(iter(self._enrollment.ways), Way.NONE)
+        # Where the server had no room for our memory, it may have some by now.
+        may_map = facts.same_clock and best is Way.SERVER_DRIVEN and view.way is not best
+        if not may_map and not self._tying.lacks(facts.epoch):
             return False
         try:
             return await self._tying.tie(facts, self._clock.now() + self._request_timeout)
@@ -269,9 +273,6 @@ class Membership:
         now = self._clock.now()
         deadline = now + self._request_timeout
         way, untied = await self._choose(facts, now + 3 / 4 * self._request_timeout)
-        # The server may have had no room for our memory a moment ago: the next beat offers it again.
-        best = enrollment.ways[0] if enrollment.ways else way
-        self._lesser = facts.same_clock and best is Way.SERVER_DRIVEN and way is not best
         if untied and enrollment.mode != "auto":
             field, value = ("mode", enrollment.mode) if enrollment.strategy == "auto" else ("strategy", "shm")
             rule = f"a tether to a server on this machine: {untied}"
